@@ -1,0 +1,143 @@
+"""Stock loading of whole models: AutoModelForCausalLM and AutoTokenizer, no remote code, no pickles.
+
+The converter itself reads tensors from files (checkpoint.py); whole models are built only to calibrate,
+verify and evaluate.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from mla_convert.errors import BadCheckpoint, BadOption
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What from_pretrained did not find, did not use, or could not fit (tensor names)."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+
+def resolve_device(device: str) -> torch.device:
+    """cuda if there is one, else cpu, for "auto"; else the named device. Raises BadOption if it cannot be
+    used here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise BadOption(f'device="{device}" is no torch device; use "auto", "cpu" or "cuda"') from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise BadOption(f'device="{device}", but torch sees no GPU here; use --device auto or cpu')
+    return found
+
+
+def resolve_dtype(dtype: str) -> torch.dtype:
+    """Name -> torch.dtype of a computation. Raises BadOption for other names than float32, bfloat16,
+    float64.
+    """
+    if dtype not in DTYPES:
+        raise BadOption(f'dtype="{dtype}" is not one of {", ".join(DTYPES)}')
+    return DTYPES[dtype]
+
+
+def load_model(source: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model of `source` (folder, hub id or .gguf) in `dtype` on `device`, eval mode, sdpa attention.
+
+    Raises BadCheckpoint when it cannot be read, or when a tensor is missing or of another shape (transformers
+    would go on with random weights).
+    """
+    model, report = load_model_and_report(source, dtype, device)
+    if report.missing or report.mismatched:
+        raise BadCheckpoint(
+            f"{source}: tensors missing {list(report.missing[:5])}, "
+            f"of another shape {list(report.mismatched[:5])}; the model would run with random weights; "
+            "convert or download it again"
+        )
+    if report.unexpected:
+        logger.warning("%s: %d tensors are not used by %s, first %s", source, len(report.unexpected),
+                       type(model).__name__, report.unexpected[0])  # fmt: skip
+    return model
+
+
+def load_model_and_report(
+    source: str | Path, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, LoadReport]:
+    """Like `load_model`, but a misfit of tensors is reported instead of raised."""
+    name, kwargs = locate(source)
+    if "gguf_file" not in kwargs:
+        kwargs["use_safetensors"] = True  # never a pickle
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=False,
+            output_loading_info=True,
+            **kwargs,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise BadCheckpoint(
+            f"{source}: transformers cannot load it as a causal language model: {error}"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
+    if "gguf_file" in kwargs and getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config  # the weights are dequantised already
+    report = LoadReport(
+        missing=tuple(sorted(info["missing_keys"])),
+        unexpected=tuple(sorted(info["unexpected_keys"])),
+        mismatched=tuple(sorted(str(entry[0]) for entry in info["mismatched_keys"])),
+    )
+    torch.nn.Module.to(model, device)
+    model.train(False)
+    return model.requires_grad_(False), report
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of `source` (folder, hub id or .gguf). Raises BadCheckpoint when there is none."""
+    name, kwargs = locate(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **kwargs)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise BadCheckpoint(f"{source}: no tokenizer can be loaded from it: {error}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def locate(source: str | Path) -> tuple[str, dict[str, Any]]:
+    """What from_pretrained wants: the folder or hub id, and {"gguf_file": name} where the weights are GGUF.
+
+    Raises BadCheckpoint when `source` is no folder, no .gguf file and no possible hub id, or holds several
+    .gguf files.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise BadCheckpoint(f"{source}: a file, but not .gguf; name the folder of the checkpoint")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if ggufs and not any(path.glob("*.safetensors")):
+            if len(ggufs) > 1:
+                raise BadCheckpoint(f"{source}: {len(ggufs)} .gguf files; name one of them, e.g. {ggufs[0]}")
+            return str(path), {"gguf_file": ggufs[0].name}
+        return str(path), {}
+    if not _HUB_ID.fullmatch(str(source)):
+        raise BadCheckpoint(f"{source}: no such folder or file, and no hub id (owner/name); check the path")
+    return str(source), {}
