@@ -5,8 +5,8 @@
     mla_convert.verify(source="SOURCE", converted="OUT")
     mla_convert.evaluate(models=("SOURCE", "OUT"), reference="SOURCE")
 
-Every call takes a recipe, or its fields as keywords, or a recipe with keywords over it. Importing the package is
-cheap: torch and transformers are loaded by the first call.
+Every call takes a recipe, or its fields as keywords, or a recipe with keywords over it. Importing the
+package is cheap: torch and transformers are loaded by the first call.
 """
 
 import importlib
@@ -45,7 +45,7 @@ _LAZY = {"absorb": "mla_convert.absorbed"}
 
 
 def convert(recipe: ConvertRecipe | None = None, **options: Any) -> Any:
-    """Convert a checkpoint; see ConvertRecipe for the options. Raises MlaConvertError and writes nothing then."""
+    """Convert a checkpoint; see ConvertRecipe. Raises MlaConvertError, and writes nothing then."""
     return importlib.import_module("mla_convert.convert").convert(resolve(ConvertRecipe, recipe, options))
 
 

@@ -34,7 +34,7 @@ def option(
     at_least: int | None = None,
     argument: bool = False,
 ) -> Any:
-    """A dataclass field with its help, allowed values and smallest value; `argument`: positional in the CLI."""
+    """A dataclass field with its help, allowed values, smallest value; `argument`: positional in the CLI."""
     metadata = {"help": help, "choices": choices, "at_least": at_least, "argument": argument}
     return field(default=default, metadata=metadata)
 
@@ -61,7 +61,7 @@ class Recipe:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], where: str = "recipe") -> Self:
-        """Build from field names to values. Raises BadOption for unknown, missing, mistyped or clashing ones."""
+        """Build from field names and values. Raises BadOption for unknown, missing, mistyped, clashing ones."""
         specs = {spec.name: spec for spec in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name in options:
             if name not in specs:

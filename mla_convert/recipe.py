@@ -13,8 +13,8 @@ from mla_convert.options import Recipe, option
 __all__ = ["ConvertRecipe", "DemoRecipe", "EvalRecipe", "VerifyRecipe"]
 
 _CALIB_HELP = (
-    "Text: .txt, .jsonl (field text) or .parquet (column text) file, or a `datasets` name (name, name:config:split)."
-    " Repeatable. Without it: Python's own pydoc_data.topics, "
+    ".txt, .jsonl (field text) or .parquet (column text) file, or a `datasets` name (name, name:config:split);"
+    " repeatable. Without it: Python's own pydoc_data.topics, "
 )
 
 
