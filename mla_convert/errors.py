@@ -12,7 +12,7 @@ class UnsupportedSource(MlaConvertError):
 
 
 class BadCheckpoint(MlaConvertError):
-    """The files of a checkpoint are missing, damaged, contradict each other, or hold values that are not finite."""
+    """The files of a checkpoint are missing, damaged, contradict each other, or hold NaN or inf."""
 
 
 class BadOption(MlaConvertError):
