@@ -1,0 +1,211 @@
+"""Report: progress bars on stderr, tables on stdout, JSON files and the picture of an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from mla_convert.evaluate import EvalResult, ModelScore
+    from mla_convert.verify import VerifyResult
+
+
+class _Rate(ProgressColumn):
+    """Units per second, e.g. "812 tokens/s"."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        """The rate so far; empty before the first step."""
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f} {self.unit}/s" if speed else "", style="dim")
+
+
+@contextlib.contextmanager
+def progress(description: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr that counts `unit` up to `total`; yields the call that moves it on."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),
+        _Rate(unit),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(description, total=total)
+
+        def advance(steps: int) -> None:
+            bars.advance(task, steps)
+
+        yield advance
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine that a result was measured with."""
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for package in ("mla_convert", "torch", "transformers", "safetensors"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    if "mla_convert" not in versions:  # run from a source tree
+        import mla_convert
+
+        versions["mla_convert"] = mla_convert.__version__
+    return {
+        "versions": versions,
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def write_json(content: dict[str, Any], path: str | Path) -> None:
+    """Write `content`, indented, UTF-8, one newline at the end."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
+
+
+def print_evaluation(result: EvalResult, console: Console | None = None) -> None:
+    """The table of an evaluation, and under it how it was measured."""
+    console = console or Console()
+    table = Table(title=f"{result.tokens_scored:,} tokens scored", title_justify="left")
+    table.add_column("model", overflow="fold")
+    reference = next((score for score in result.scores if score.is_reference), None)
+    beside = ("excess (nats)", "KL (nats)", "KL 99th pct", "top-1") if reference else ()
+    for name in ("perplexity", *beside, "cache B/token", "formula", "seconds"):
+        table.add_column(name, justify="right")
+    for score in result.scores:
+        cells = [_short(score.model), f"{score.perplexity:.3f}"]
+        if reference:
+            cells += ["reference", "-", "-", "-"] if score.is_reference else _beside(score)
+        share = f" ({score.cache_measured / reference.cache_measured:.1%})" if reference else ""
+        cells += [f"{score.cache_measured:,}{share}", f"{score.cache_formula:,}", f"{score.seconds:.1f}"]
+        table.add_row(*cells)
+    console.print(table)
+    console.print(
+        f"{result.windows} windows of {result.window} tokens, stride {result.stride}, {result.bos}; text "
+        f"{', '.join(result.text)} (sha256 {result.text_sha256[:12]}); {result.dtype} on {result.device}; "
+        f"peak memory {result.peak_rss / 2**30:.2f} GiB. Excess: nats per token over the reference, "
+        "± its standard error over windows. Cache: measured from the tensors held.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def print_verification(result: VerifyResult, console: Console | None = None) -> None:
+    """One line per check, and a last line that says whether all passed."""
+    console = console or Console()
+    table = Table(title=f"{result.converted} against {result.source}", title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("check", overflow="fold")
+    table.add_column("value", justify="right", overflow="fold")
+    table.add_column("bound", justify="right")
+    table.add_column("detail", overflow="fold")
+    marks = {True: "[green]ok[/]", False: "[bold red]FAIL[/]", None: "[dim]info[/]"}
+    for check in result.checks:
+        bound = "" if check.bound is None else f"{check.bound:.3g}"
+        value = "" if check.value is None else f"{check.value:.3g}"
+        table.add_row(marks[check.passed], check.name, value, bound, check.detail)
+    console.print(table)
+    failed = [check.name for check in result.checks if check.passed is False]
+    if failed:
+        console.print(
+            f"[bold red]FAILED[/]: {len(failed)} of {len(result.checks)} checks: {', '.join(failed)}"
+        )
+    else:
+        console.print(f"[green]passed[/]: {sum(check.passed is True for check in result.checks)} checks")
+
+
+def plot_evaluation(result: EvalResult, path: str | Path) -> None:
+    """Perplexity against measured cache bytes per token, one labelled point per model, as a PNG (or other
+    suffix).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=150, layout="constrained")
+    reference = next((score for score in result.scores if score.is_reference), None)
+    for score in result.scores:
+        marker, color = ("D", "#222222") if score.is_reference else ("o", "#1f77b4")
+        axes.plot(score.cache_measured, score.perplexity, marker, color=color, markersize=9)
+        axes.annotate(
+            _label(score, reference),
+            (score.cache_measured, score.perplexity),
+            textcoords="offset points",
+            xytext=(0, 11),
+            ha="center",
+            fontsize=9,
+        )
+    if reference:
+        axes.axhline(reference.perplexity, color="#222222", linewidth=0.8, linestyle="--", alpha=0.6)
+    axes.set_xlim(0, 1.2 * max(score.cache_measured for score in result.scores))
+    lowest = min(score.perplexity for score in result.scores)
+    highest = max(score.perplexity for score in result.scores)
+    if highest > 10 * lowest:
+        axes.set_yscale("log")
+        axes.set_ylim(lowest / 1.5, highest * 2)
+    else:
+        room = max(highest - lowest, 0.02 * lowest)
+        axes.set_ylim(lowest - 0.15 * room, highest + 0.3 * room)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xlabel("KV cache, bytes per token (measured, all layers); left is smaller")
+    axes.set_ylabel("perplexity (lower is better)")
+    axes.set_title(
+        f"What the smaller cache costs ({result.tokens_scored:,} tokens of held-out text)", fontsize=11
+    )
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(Path(path).expanduser())
+    plt.close(figure)
+
+
+def _beside(score: ModelScore) -> list[str]:
+    assert score.excess is not None and score.kl is not None
+    assert score.kl_p99 is not None and score.top1_agreement is not None
+    error = "" if score.excess_error is None else f" ± {score.excess_error:.4f}"
+    return [
+        f"{score.excess:.4f}{error}",
+        f"{score.kl:.4f}",
+        f"{score.kl_p99:.3f}",
+        f"{score.top1_agreement:.2%}",
+    ]
+
+
+def _label(score: ModelScore, reference: ModelScore | None) -> str:
+    name = f"{_short(score.model)}\nperplexity {score.perplexity:.2f}"
+    if reference is None or score.is_reference or score.excess is None:
+        return name
+    saved = 1 - score.cache_measured / reference.cache_measured
+    return f"{name} ({score.excess:+.3f} nats)\n{saved:.0%} less cache"
+
+
+def _short(model: str) -> str:
+    return Path(model).name or model
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
