@@ -32,9 +32,9 @@ STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class SourceSpec:
     """What the conversion knows of the source, every field from config or headers.
 
-    Sizes are counts of features; `source_head_dim` is the width of one head, not hidden_size / heads where the
-    config gives head_dim. softmax_scale: source_head_dim^-0.5. rope_parameters: rope_type, rope_theta and the
-    numbers of the type, from either spelling. inv_freq: fp64 [source_head_dim/2], radians per token.
+    Sizes are counts of features; `source_head_dim` is the width of one head, not hidden_size / heads where
+    the config gives head_dim. softmax_scale: source_head_dim^-0.5. rope_parameters: rope_type, rope_theta and
+    the numbers of the type, from either spelling. inv_freq: fp64 [source_head_dim/2], radians per token.
     attention_scaling: amplitude on cos and sin. dtype: storage dtype of layer 0's q_proj.
     tie_word_embeddings: whether lm_head is the embedding in fact, not only by the config.
     """
@@ -165,8 +165,8 @@ def _sizes(config: dict[str, Any], family: Family) -> dict[str, int]:
         )
     if config.get("head_dim") is None and hidden % heads:
         raise UnsupportedSource(
-            f"config.json: hidden_size={hidden} is no multiple of num_attention_heads={heads} and head_dim is "
-            "absent; add head_dim."
+            f"config.json: hidden_size={hidden} is no multiple of num_attention_heads={heads} and head_dim "
+            "is absent; add head_dim."
         )
     head_dim = _positive(config, "head_dim", hidden // heads)
     if head_dim % 2:
@@ -216,8 +216,8 @@ def _check_tensors(ckpt: Checkpoint, family: Family, sizes: dict[str, int], tied
     missing = [name for name in roles if name not in ckpt.headers and name not in optional]
     if missing:
         raise UnsupportedSource(
-            f"{ckpt.path} lacks {len(missing)} of the {len(roles)} tensors of config.json, first {missing[0]}; "
-            "correct config.json or download the weights again."
+            f"{ckpt.path} lacks {len(missing)} of the {len(roles)} tensors of config.json, first "
+            f"{missing[0]}; correct config.json or download the weights again."
         )
 
 

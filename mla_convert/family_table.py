@@ -69,7 +69,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Family:
-    """How one model_type is read. `defaults`: the transformers class's values of read keys that may be absent."""
+    """How one model_type is read. `defaults`: the model class's values of read keys that may be absent."""
 
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Fixed]

@@ -101,9 +101,9 @@ def read_rope_parameters(config: dict[str, Any], max_position_embeddings: int) -
 def inverse_frequencies(rope: dict[str, Any], source_head_dim: int) -> torch.Tensor:
     """Return fp64 [source_head_dim/2] radians per token, fastest first.
 
-    Formulas of transformers' modeling_rope_utils (default, linear, llama3), there in fp32. llama3: wavelengths
-    beyond original/low_freq_factor are stretched by factor, those below original/high_freq_factor kept, between
-    them a linear blend in original/wavelength.
+    Formulas of transformers' modeling_rope_utils (default, linear, llama3), there in fp32. llama3:
+    wavelengths beyond original/low_freq_factor are stretched by factor, those below original/high_freq_factor
+    kept, between them a linear blend in original/wavelength.
     """
     exponents = torch.arange(0, source_head_dim, 2, dtype=torch.float64) / source_head_dim
     plain: torch.Tensor = float(rope["rope_theta"]) ** -exponents
