@@ -152,7 +152,7 @@ def _fixed(architecture: str, window: int | None) -> dict[str, Fixed]:
             (None,), "remote code is never run; use a checkpoint of a class built into transformers"
         ),
         "is_decoder": Fixed((True, False, None), _ENCODER),
-        "is_encoder_decoder": Fixed((False, None), _ENCODER),
+        "is_encoder_decoder": Fixed((False, None), _ENCODER, default=False),
         "add_cross_attention": Fixed((False, None), _ENCODER),
         "pruned_heads": Fixed(({}, None), "pruned heads are not supported"),
     }

@@ -84,10 +84,8 @@ def test_opening_reads_no_tensor_data_and_one_shard_is_mapped_at_a_time(sharded:
         assert not ckpt.tensor(name).any()
         mapped = Path("/proc/self/maps")
         if mapped.exists():
-            assert (
-                len({line.split()[-1] for line in mapped.read_text().splitlines() if str(sharded) in line})
-                <= 1
-            )
+            lines = [line for line in mapped.read_text().splitlines() if str(sharded) in line]
+            assert len({line.split()[-1] for line in lines}) == 1
 
 
 def test_tensors_are_ticked_off_once_asked_for(single: Path) -> None:
