@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -78,8 +79,10 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(content: dict[str, Any], path: str | Path) -> None:
-    """Write `content`, indented, UTF-8, one newline at the end."""
-    text = json.dumps(content, indent=2, ensure_ascii=False)
+    """Write `content`, indented, UTF-8, one newline at the end; NaN and infinities, unknown to JSON, as
+    strings.
+    """
+    text = json.dumps(_plain(content), indent=2, ensure_ascii=False, allow_nan=False)
     Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
 
 
@@ -197,6 +200,14 @@ def _label(score: ModelScore, reference: ModelScore | None) -> str:
         return name
     saved = 1 - score.cache_measured / reference.cache_measured
     return f"{name} ({score.excess:+.3f} nats)\n{saved:.0%} less cache"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(model: str) -> str:

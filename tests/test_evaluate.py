@@ -81,7 +81,7 @@ def test_the_batch_size_changes_nothing(files: dict[str, str]) -> None:
 @pytest.mark.parametrize("build", [tiny_text.llama, tiny_text.deepseek])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_never_scored(build: Any, side: str) -> None:
-    """Sequences of different lengths, padded with an ordinary token, against one by one; measured 3e-6 per token, 2e-8 mean."""
+    """Padded with an ordinary token, against one by one; measured 3e-6 per token, 2e-8 in the mean."""
     model = build(3)
     ids = torch.randint(0, tiny_text.WORDS, (7, 40), generator=torch.Generator().manual_seed(0))
     sequences = [row[: 40 - 5 * i] for i, row in enumerate(ids)]
