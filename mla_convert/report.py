@@ -12,12 +12,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from mla_convert.check_files import Check
     from mla_convert.evaluate import EvalResult, ModelScore
     from mla_convert.verify import VerifyResult
 
@@ -89,25 +92,34 @@ def write_json(content: dict[str, Any], path: str | Path) -> None:
 def print_evaluation(result: EvalResult, console: Console | None = None) -> None:
     """The table of an evaluation, and under it how it was measured."""
     console = console or Console()
-    table = Table(title=f"{result.tokens_scored:,} tokens scored", title_justify="left")
-    table.add_column("model", overflow="fold")
+    table = Table(
+        title=f"{result.tokens_scored:,} tokens scored",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("model", overflow="fold", min_width=16)
     reference = next((score for score in result.scores if score.is_reference), None)
-    beside = ("excess (nats)", "KL (nats)", "KL 99th pct", "top-1") if reference else ()
-    for name in ("perplexity", *beside, "cache B/token", "formula", "seconds"):
-        table.add_column(name, justify="right")
+    beside = ("excess nats", "KL nats", "top-1") if reference else ()
+    share = ("of ref.",) if reference else ()
+    as_computed = all(score.cache_measured == score.cache_formula for score in result.scores)
+    for name in ("perplexity", *beside, "cache B", *(() if as_computed else ("formula",)), *share):
+        table.add_column(name, justify="right", no_wrap=True)
     for score in result.scores:
-        cells = [_short(score.model), f"{score.perplexity:.3f}"]
+        cells = [_short(score.model), f"{score.perplexity:,.2f}"]
         if reference:
-            cells += ["reference", "-", "-", "-"] if score.is_reference else _beside(score)
-        share = f" ({score.cache_measured / reference.cache_measured:.1%})" if reference else ""
-        cells += [f"{score.cache_measured:,}{share}", f"{score.cache_formula:,}", f"{score.seconds:.1f}"]
+            cells += ["reference", "", ""] if score.is_reference else _beside(score)
+        cells += [f"{score.cache_measured:,}"] + ([] if as_computed else [f"{score.cache_formula:,}"])
+        if reference:
+            cells.append(f"{score.cache_measured / reference.cache_measured:.1%}")
         table.add_row(*cells)
     console.print(table)
     console.print(
         f"{result.windows} windows of {result.window} tokens, stride {result.stride}, {result.bos}; text "
         f"{', '.join(result.text)} (sha256 {result.text_sha256[:12]}); {result.dtype} on {result.device}; "
         f"peak memory {result.peak_rss / 2**30:.2f} GiB. Excess: nats per token over the reference, "
-        "± its standard error over windows. Cache: measured from the tensors held.",
+        "± its standard error over windows. Cache: bytes per token of the tensors held, all layers"
+        + (", as by the formula." if as_computed else "; NOT as by the formula."),
         style="dim",
         highlight=False,
     )
@@ -116,25 +128,20 @@ def print_evaluation(result: EvalResult, console: Console | None = None) -> None
 def print_verification(result: VerifyResult, console: Console | None = None) -> None:
     """One line per check, and a last line that says whether all passed."""
     console = console or Console()
-    table = Table(title=f"{result.converted} against {result.source}", title_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("check", overflow="fold")
-    table.add_column("value", justify="right", overflow="fold")
-    table.add_column("bound", justify="right")
-    table.add_column("detail", overflow="fold")
-    marks = {True: "[green]ok[/]", False: "[bold red]FAIL[/]", None: "[dim]info[/]"}
+
+    def line(text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False)
+
+    line(f"verify {escape(result.converted)} against {escape(result.source)}")
+    marks = {True: "[green]ok  [/]", False: "[bold red]FAIL[/]", None: "[dim]info[/]"}
+    width = max(len(check.name) for check in result.checks)
     for check in result.checks:
-        bound = "" if check.bound is None else f"{check.bound:.3g}"
-        value = "" if check.value is None else f"{check.value:.3g}"
-        table.add_row(marks[check.passed], check.name, value, bound, check.detail)
-    console.print(table)
+        line(f"{marks[check.passed]}  {check.name:{width}}  {_measured(check):>17}  {escape(check.detail)}")
     failed = [check.name for check in result.checks if check.passed is False]
     if failed:
-        console.print(
-            f"[bold red]FAILED[/]: {len(failed)} of {len(result.checks)} checks: {', '.join(failed)}"
-        )
+        line(f"[bold red]FAILED[/]: {len(failed)} of {len(result.checks)} checks: {', '.join(failed)}")
     else:
-        console.print(f"[green]passed[/]: {sum(check.passed is True for check in result.checks)} checks")
+        line(f"[green]passed[/]: {sum(check.passed is True for check in result.checks)} checks")
 
 
 def plot_evaluation(result: EvalResult, path: str | Path) -> None:
@@ -146,22 +153,31 @@ def plot_evaluation(result: EvalResult, path: str | Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5), dpi=150, layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 5.5), dpi=150, layout="constrained")
     reference = next((score for score in result.scores if score.is_reference), None)
-    for score in result.scores:
-        marker, color = ("D", "#222222") if score.is_reference else ("o", "#1f77b4")
-        axes.plot(score.cache_measured, score.perplexity, marker, color=color, markersize=9)
-        axes.annotate(
-            _label(score, reference),
-            (score.cache_measured, score.perplexity),
-            textcoords="offset points",
-            xytext=(0, 11),
-            ha="center",
-            fontsize=9,
+    for number, score in enumerate(result.scores):
+        # the reference is a large hollow diamond, so that a lossless result shows inside it
+        hollow, color = score.is_reference, "black" if score.is_reference else f"C{number}"
+        axes.plot(
+            score.cache_measured,
+            score.perplexity,
+            "D" if hollow else "o",
+            color=color,
+            markerfacecolor="none" if hollow else color,
+            markersize=13 if hollow else 8,
+            label=_label(score, reference),
         )
+        if score.excess is not None and not score.is_reference:
+            axes.annotate(
+                f"{score.excess:+.3f} nats",
+                (score.cache_measured, score.perplexity),
+                textcoords="offset points",
+                xytext=(7, 7),
+                fontsize=9,
+            )
     if reference:
-        axes.axhline(reference.perplexity, color="#222222", linewidth=0.8, linestyle="--", alpha=0.6)
-    axes.set_xlim(0, 1.2 * max(score.cache_measured for score in result.scores))
+        axes.axhline(reference.perplexity, color="black", linewidth=0.8, linestyle="--", alpha=0.6)
+    axes.set_xlim(0, 1.25 * max(score.cache_measured for score in result.scores))
     lowest = min(score.perplexity for score in result.scores)
     highest = max(score.perplexity for score in result.scores)
     if highest > 10 * lowest:
@@ -171,35 +187,45 @@ def plot_evaluation(result: EvalResult, path: str | Path) -> None:
         room = max(highest - lowest, 0.02 * lowest)
         axes.set_ylim(lowest - 0.15 * room, highest + 0.3 * room)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_xlabel("KV cache, bytes per token (measured, all layers); left is smaller")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.set_xlabel("KV cache, bytes per token (measured, all layers; further left is smaller)")
     axes.set_ylabel("perplexity (lower is better)")
     axes.set_title(
         f"What the smaller cache costs ({result.tokens_scored:,} tokens of held-out text)", fontsize=11
     )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", frameon=False, fontsize=9)
     figure.savefig(Path(path).expanduser())
     plt.close(figure)
 
 
+def _measured(check: Check) -> str:
+    # a count of faults says nothing that the mark and the detail do not say
+    if check.value is None or check.bound == 0:
+        return ""
+    if check.bound is None:
+        return f"{check.value:.3g}"
+    sign = "<=" if check.value <= check.bound else ">"
+    return f"{check.value:.3g} {sign} {check.bound:.3g}"
+
+
 def _beside(score: ModelScore) -> list[str]:
-    assert score.excess is not None and score.kl is not None
-    assert score.kl_p99 is not None and score.top1_agreement is not None
-    error = "" if score.excess_error is None else f" ± {score.excess_error:.4f}"
+    assert score.excess is not None and score.kl is not None and score.top1_agreement is not None
+    error = "" if score.excess_error is None else f" ± {score.excess_error:.3f}"
     return [
         f"{score.excess:.4f}{error}",
         f"{score.kl:.4f}",
-        f"{score.kl_p99:.3f}",
-        f"{score.top1_agreement:.2%}",
+        f"{score.top1_agreement:.1%}",
     ]
 
 
 def _label(score: ModelScore, reference: ModelScore | None) -> str:
-    name = f"{_short(score.model)}\nperplexity {score.perplexity:.2f}"
-    if reference is None or score.is_reference or score.excess is None:
-        return name
-    saved = 1 - score.cache_measured / reference.cache_measured
-    return f"{name} ({score.excess:+.3f} nats)\n{saved:.0%} less cache"
+    name = f"{_short(score.model)}: perplexity {score.perplexity:,.2f}"
+    if reference is None or score.is_reference:
+        return f"{name}, {score.cache_measured:,} bytes per token"
+    share = score.cache_measured / reference.cache_measured
+    return f"{name}, {score.cache_measured:,} bytes per token ({share:.0%} of the source's)"
 
 
 def _plain(value: Any) -> Any:
