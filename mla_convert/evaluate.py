@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from transformers import PreTrainedModel
 from mla_convert import report
 from mla_convert.errors import BadCheckpoint, BadOption
 from mla_convert.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
+from mla_convert.measure import peak_rss
 from mla_convert.recipe import EvalRecipe
 from mla_convert.scoring import TokenScores, Windows, full_windows, head, hidden_states, score
 from mla_convert.texts import BOS_EVERY_WINDOW, bos_policy, read_documents, text_hash, token_windows
@@ -193,12 +192,6 @@ def cache_bytes(model: PreTrainedModel, length: int) -> int:
                 storage = value.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def peak_rss() -> int:
-    """Peak resident memory of this process, bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but on macOS
 
 
 def _common_windows(recipe: EvalRecipe, documents: list[str]) -> tuple[Windows, str]:
