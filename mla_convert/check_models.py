@@ -180,8 +180,7 @@ def cache_is_small(
 def layers_are_exact(
     model: PreTrainedModel, folder: str | Path, ids: torch.Tensor, advance: Callable[[int], None]
 ) -> list[Check]:
-    """Every written layer: stock class == expanded equations (fp64) == absorbed equations (fp64), on the
-    text's inputs.
+    """Every written layer on the text's inputs: stock class == expanded == absorbed equations (fp64).
 
     The first needs the latent norm to be linear, so it fails when the norm is not neutralised.
     """

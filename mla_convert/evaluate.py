@@ -54,7 +54,7 @@ class EvalResult:
     tokens_scored: int
     windows: int
     window: int
-    stride: int
+    stride: int  # text tokens from one window to the next, as used
     bos: str
     batch_size: int
     dtype: str
@@ -67,8 +67,7 @@ class EvalResult:
 
 
 def evaluate(recipe: EvalRecipe) -> EvalResult:
-    """Score every model (and the reference, if it is not among them) on the same windows, one model in memory
-    at a time.
+    """Score every model, and the reference, on the same windows, one model in memory at a time.
 
     Of the reference its head and its hidden states at the scored positions stay in memory while the others
     run. Writes `recipe.json` and `recipe.plot` where they are named. Raises BadOption when the text or an
@@ -80,7 +79,7 @@ def evaluate(recipe: EvalRecipe) -> EvalResult:
         if target is not None and not Path(target).expanduser().absolute().parent.is_dir():
             raise BadOption(f"{target}: its folder does not exist; create it first")
     documents = read_documents(recipe.eval_data, part="eval")
-    windows, bos = _common_windows(recipe, documents)
+    windows, stride, bos = _common_windows(recipe, documents)
     order = [m for m in (recipe.reference,) if m is not None]
     order += [m for m in recipe.models if m not in order]
     by_name: dict[str, ModelScore] = {}
@@ -108,7 +107,7 @@ def evaluate(recipe: EvalRecipe) -> EvalResult:
         tokens_scored=int(windows.scored.sum()),
         windows=len(windows.ids),
         window=recipe.window,
-        stride=recipe.stride or recipe.window,
+        stride=stride,
         bos=bos,
         batch_size=recipe.batch_size,
         dtype=recipe.dtype,
@@ -194,7 +193,7 @@ def cache_bytes(model: PreTrainedModel, length: int) -> int:
     return sum(storages.values())
 
 
-def _common_windows(recipe: EvalRecipe, documents: list[str]) -> tuple[Windows, str]:
+def _common_windows(recipe: EvalRecipe, documents: list[str]) -> tuple[Windows, int, str]:
     # One tokenizer and one BOS policy for all: a model whose tokenizer cuts the text differently is refused.
     first = recipe.reference or recipe.models[0]
     tokenizer = load_tokenizer(first)
@@ -217,7 +216,8 @@ def _common_windows(recipe: EvalRecipe, documents: list[str]) -> tuple[Windows, 
     bos = bos_policy(tokenizer)
     # with BOS a window holds window - 1 text tokens, and windows without overlap are that far apart
     body = recipe.window - 1 if bos == BOS_EVERY_WINDOW else recipe.window
-    return full_windows(ids, min(recipe.stride or body, body)), bos
+    stride = min(recipe.stride or body, body)
+    return full_windows(ids, stride), stride, bos
 
 
 def _warn_of_length(model: PreTrainedModel, name: str, window: int) -> None:

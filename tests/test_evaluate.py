@@ -123,7 +123,7 @@ def test_a_smaller_stride_gives_more_context_and_is_reported(files: dict[str, st
 def test_bos_is_stated_and_predicts_the_first_token(files: dict[str, str]) -> None:
     result = run(files, "bos", reference=None, windows=4)
     assert result.bos == "BOS at the start of every window"
-    assert result.tokens_scored == 4 * 31
+    assert (result.tokens_scored, result.stride) == (4 * 31, 31)
     assert result.scores[0].kl is None and result.scores[0].excess is None
     with pytest.raises(BadOption, match="cut the same text differently"):
         run(files, "bos")
