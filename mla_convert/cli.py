@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.table import Table
 
 import mla_convert
 from mla_convert.errors import MlaConvertError
@@ -116,8 +117,15 @@ def demo(recipe: DemoRecipe) -> int:
 
 
 def print_conversion(result: Any) -> None:
-    """The lines that `convert` leaves on stdout."""
-    typer.echo(result)
+    """What `convert` wrote, as a table on stdout."""
+    share = f"{result.numbers} of {result.source_numbers} ({result.numbers / result.source_numbers:.1%})"
+    table = Table(title=f"written to {result.out}", title_justify="left", show_header=False)
+    table.add_row("cached numbers per token and layer", share)
+    table.add_row("kv_lora_rank + qk_rope_head_dim", f"{result.kv_lora_rank} + {result.qk_rope_head_dim}")
+    table.add_row("calibration tokens", f"{result.calibration_tokens:,}")
+    for taken in result.stages:
+        table.add_row(taken.name, f"{taken.seconds:.1f} s, peak memory {taken.peak_rss / 2**30:.2f} GiB")
+    Console().print(table)
 
 
 def print_demo(result: Any) -> None:

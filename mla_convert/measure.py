@@ -21,19 +21,30 @@ class Stage:
     peak_rss: int
 
 
+_open_peaks: list[int] = []  # per stage that is running, outermost first: its peak before the last reset
+
+
 @contextmanager
 def stage(name: str, done: list[Stage]) -> Iterator[None]:
-    """Run the block as a stage and append what it took to `done`; a block that raises is not recorded."""
+    """Run the block as a stage and append what it took to `done`; a block that raises is not recorded.
+
+    Stages may be nested: the peak of the outer one covers those in it.
+    """
     logger.info("%s ...", name)
     _forget_peak()
+    _open_peaks.append(0)
     start = time.perf_counter()
-    yield
-    done.append(Stage(name, time.perf_counter() - start, peak_rss()))
-    logger.info("%s: %.1f s, peak memory %.2f GiB", name, done[-1].seconds, done[-1].peak_rss / 2**30)
+    try:
+        yield
+        seconds = time.perf_counter() - start
+    finally:
+        peak = max(_open_peaks.pop(), peak_rss())
+    done.append(Stage(name, seconds, peak))
+    logger.info("%s: %.1f s, peak memory %.2f GiB", name, seconds, peak / 2**30)
 
 
 def peak_rss() -> int:
-    """Peak resident memory in bytes: of this stage on Linux, of the process so far elsewhere."""
+    """Peak resident memory in bytes: since the last stage began on Linux, since the process did elsewhere."""
     with suppress(OSError, ValueError, StopIteration):
         status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return 1024 * int(next(line for line in status if line.startswith("VmHWM:")).split()[1])
@@ -42,6 +53,8 @@ def peak_rss() -> int:
 
 
 def _forget_peak() -> None:
+    peak = peak_rss()
+    _open_peaks[:] = [max(before, peak) for before in _open_peaks]
     # Linux: writing 5 resets the high-water mark to the present size. Elsewhere the peak only grows.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -101,3 +101,15 @@ def test_a_stage_that_fails_is_not_recorded() -> None:
     with pytest.raises(ZeroDivisionError), measure.stage("broken", done):
         1 / 0  # noqa: B018
     assert done == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can forget a peak")
+def test_the_peak_of_a_stage_covers_the_stages_in_it() -> None:
+    done: list[measure.Stage] = []
+    with measure.stage("outer", done):
+        block = bytearray(300 * 2**20)
+        del block
+        with measure.stage("inner", done):
+            pass
+    assert [stage.name for stage in done] == ["inner", "outer"]
+    assert done[1].peak_rss - done[0].peak_rss > 200 * 2**20
