@@ -27,7 +27,7 @@ def smollm_shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(
         tmp_path_factory.mktemp("shaped") / "source",
         projection_std=0.1,
-        hidden_size=160,
+        hidden_size=162,
         num_attention_heads=3,
         num_key_value_heads=3,
         head_dim=64,

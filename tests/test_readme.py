@@ -65,7 +65,7 @@ def test_files_the_readme_links_exist() -> None:
 
 
 def test_the_readme_commands_run_in_order(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    smollm_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ran = []
