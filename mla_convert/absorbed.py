@@ -1,0 +1,91 @@
+"""The absorbed form of a latent attention layer: keys and values of the heads are never written out.
+
+With q_abs_i = W_UK,i^T W_UQ,i h the score is q_abs_i . c + q_pe_i . k_pe, and the value projection waits until the
+latents are averaged: out = sum_i W_O,i W_UV,i (sum_s a_s c_s). Attention is then one shared key of width
+kv_lora_rank + qk_rope_head_dim and one shared value of width kv_lora_rank for all heads, read once per token
+(DeepSeek-V2, arXiv:2405.04434, section 2.1.2). It equals the expanded form up to rounding.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mla_convert.layer import MLALayer, causal_scores_mask, rotate
+
+
+@dataclass(frozen=True, eq=False)
+class AbsorbedLayer:
+    """Absorbed projections. `merged_q`/`merged_out` are set only where one matrix reads fewer bytes than two.
+
+    merged_q is W_UK^T W_UQ, merged_out is W_O W_UV; where they are None the two factors of `layer` are applied in turn.
+    """
+
+    layer: MLALayer
+    merged_q: Float[Tensor, "num_heads kv_lora_rank hidden_size"] | None
+    merged_out: Float[Tensor, "num_heads hidden_size kv_lora_rank"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class LatentCache:
+    """What one layer caches: kv_lora_rank + qk_rope_head_dim numbers per token, for all heads together."""
+
+    kv_c: Float[Tensor, "batch tokens kv_lora_rank"]
+    k_pe: Float[Tensor, "batch tokens qk_rope_head_dim"]
+
+
+def merging_reads_less(inner: int, kv_lora_rank: int, hidden_size: int) -> bool:
+    """Whether one [kv_lora_rank, hidden_size] matrix per head is smaller than its two factors of width `inner`."""
+    return kv_lora_rank * hidden_size < inner * (kv_lora_rank + hidden_size)
+
+
+def absorb(layer: MLALayer) -> AbsorbedLayer:
+    """Precompute the absorbed form of `layer` (same dtype and device; the layer itself is kept, not copied)."""
+    _, nope, hidden = layer.W_UQ.shape
+    v_width, rank = layer.W_UV.shape[1], layer.kv_lora_rank
+    merge_q = merging_reads_less(nope, rank, hidden)
+    merge_out = merging_reads_less(v_width, rank, hidden)
+    return AbsorbedLayer(
+        layer=layer,
+        merged_q=layer.W_UK.transpose(1, 2) @ layer.W_UQ if merge_q else None,
+        merged_out=layer.W_O @ layer.W_UV if merge_out else None,
+    )
+
+
+def absorbed_query(
+    absorbed: AbsorbedLayer, hidden: Float[Tensor, "batch tokens hidden_size"]
+) -> Float[Tensor, "batch num_heads tokens kv_lora_rank"]:
+    """q_abs_i = W_UK,i^T W_UQ,i h: the query as the latent sees it."""
+    if absorbed.merged_q is not None:
+        return torch.einsum("bte,hre->bhtr", hidden, absorbed.merged_q)
+    q_nope = torch.einsum("bte,hde->bhtd", hidden, absorbed.layer.W_UQ)
+    return torch.einsum("bhtd,hdr->bhtr", q_nope, absorbed.layer.W_UK)
+
+
+def attend_absorbed(
+    absorbed: AbsorbedLayer,
+    hidden: Float[Tensor, "batch tokens hidden_size"],
+    position_ids: Int[Tensor, "batch tokens"],
+    past: LatentCache | None = None,
+) -> tuple[Float[Tensor, "batch tokens hidden_size"], LatentCache]:
+    """Causal attention of `hidden` over `past` and itself; returns the output and the grown cache."""
+    layer = absorbed.layer
+    kv_c = hidden @ layer.W_DKV.T
+    k_pe = rotate(hidden @ layer.W_KR.T, position_ids, layer.inv_freq, layer.attention_scaling)
+    if past is not None:
+        kv_c, k_pe = torch.cat((past.kv_c, kv_c), dim=1), torch.cat((past.k_pe, k_pe), dim=1)
+    q_pe = torch.einsum("bte,hde->bhtd", hidden, layer.W_QR)
+    q_pe = rotate(q_pe, position_ids, layer.inv_freq, layer.attention_scaling)
+
+    scores = absorbed_query(absorbed, hidden) @ kv_c[:, None].transpose(-1, -2)
+    scores = (scores + q_pe @ k_pe[:, None].transpose(-1, -2)) * layer.softmax_scale
+    scores = scores + causal_scores_mask(hidden.shape[1], kv_c.shape[1], hidden.device).to(scores.dtype)
+    context = torch.softmax(scores, dim=-1) @ kv_c[:, None]  # [batch, heads, tokens, kv_lora_rank]
+
+    if absorbed.merged_out is not None:
+        out = torch.einsum("bhtr,her->bte", context, absorbed.merged_out)
+    else:
+        out = torch.einsum("bhtr,hdr->bhtd", context, layer.W_UV)
+        out = torch.einsum("bhtd,hed->bte", out, layer.W_O)
+    return out, LatentCache(kv_c, k_pe)

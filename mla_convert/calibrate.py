@@ -1,0 +1,168 @@
+"""Calibration: one streaming pass of text through the source collects, per layer, the moments the factor step needs.
+
+All moments are sums in fp64, so passes over different texts can be merged by addition. The attention matrix exists
+for one window of one layer, and only at `queries_per_window` sampled query positions.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mla_convert.families import SourceSpec
+from mla_convert.factor import roots
+from mla_convert.report import progress
+from mla_convert.stream import LayerStream
+
+QUERIES_PER_WINDOW = 256  # positions at which attention is examined
+JACOBIANS_PER_WINDOW = 8  # of those, positions at which the key error is followed through the softmax
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMoments:
+    """Sums over calibration tokens, sampled queries or sampled Jacobians of one layer (see factor.py for the symbols).
+
+    input: second moment of [h; 1], so its last row holds the sum of h and the token count.
+    distance: attention mass by distance, weighted by a^2 |W_O (v - o)|^2, what a score error there costs.
+    query: sum of gamma q q^T, gamma the cost above summed over keys; q before rotation.
+    value: sum of hbar hbar^T per KV head. key: sum of J^T J per KV head. query_at_key: sum of tr(J^T J) q q^T per head.
+    key_trace: sum of tr(J^T J) per head. counts: sampled queries, sampled Jacobians.
+    log_energy: sum over tokens of log |x|^2, x the residual stream after the layer. (A geometric mean is not
+    swamped by the few tokens of massive activation.)
+    """
+
+    input: Float[Tensor, "hidden_size_and_one hidden_size_and_one"]
+    distance: Float[Tensor, "num_heads window"]
+    query: Float[Tensor, "num_heads source_head_dim source_head_dim"]
+    value: Float[Tensor, "num_key_value_heads hidden_size hidden_size"]
+    key: Float[Tensor, "num_key_value_heads hidden_size hidden_size"]
+    query_at_key: Float[Tensor, "num_heads source_head_dim source_head_dim"]
+    key_trace: Float[Tensor, " num_heads"]
+    counts: Float[Tensor, " 2"]
+    log_energy: Float[Tensor, ""]
+
+    def merge(self, other: "LayerMoments") -> "LayerMoments":
+        """Moments of both texts together."""
+        return LayerMoments(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    @property
+    def tokens(self) -> int:
+        """Calibration tokens seen."""
+        return int(self.input[-1, -1].item())
+
+    def save(self, path: Path) -> None:
+        """Write to a safetensors file."""
+        save_file({f.name: getattr(self, f.name).cpu().contiguous() for f in fields(self)}, path)
+
+    @staticmethod
+    def load(path: Path, device: torch.device) -> "LayerMoments":
+        """Read what `save` wrote."""
+        return LayerMoments(**load_file(path, device=str(device)))
+
+
+class MomentObserver:
+    """Computes one layer's attention window by window and adds up its moments."""
+
+    def __init__(self, attention: nn.Module, spec: SourceSpec, window: int, generator: torch.Generator):
+        heads, groups, width = spec.num_attention_heads, spec.num_key_value_heads, spec.source_head_dim
+        self.W_Q = attention.q_proj.weight.unflatten(0, (heads, width))
+        W_O = attention.o_proj.weight.unflatten(1, (heads, width)).transpose(0, 1)
+        self.metric = W_O.transpose(1, 2) @ W_O  # |W_O x|^2 = x^T metric x
+        self.root = torch.stack([roots(m.double())[0] for m in self.metric]).to(W_O.dtype)
+        self.groups, self.generator, self.device = groups, generator, W_O.device
+        hidden = spec.hidden_size
+        self.moments = LayerMoments(
+            input=self._zeros(hidden + 1, hidden + 1),
+            distance=self._zeros(heads, window),
+            query=self._zeros(heads, width, width),
+            value=self._zeros(groups, hidden, hidden),
+            key=self._zeros(groups, hidden, hidden),
+            query_at_key=self._zeros(heads, width, width),
+            key_trace=self._zeros(heads),
+            counts=self._zeros(2),
+            log_energy=self._zeros(),
+        )
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    def __call__(self, hidden: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention outputs [num_heads, tokens, head_dim] of one causal window; its moments are added."""
+        per_group = query.shape[0] // self.groups
+        key, value = key.repeat_interleave(per_group, 0), value.repeat_interleave(per_group, 0)
+        out = nn.functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, scale=scale
+        )[0]
+        tokens = hidden.shape[0]
+        at = sample_positions(tokens, QUERIES_PER_WINDOW, self.generator).to(self.device)
+        ahead = torch.arange(tokens, device=self.device) > at[:, None]
+        scores = (query[:, at] @ key.transpose(1, 2) * scale).masked_fill(ahead, float("-inf"))
+        self._add(hidden, at, torch.softmax(scores, dim=-1), value, out[:, at])
+        return out
+
+    def _add(self, hidden: Tensor, at: Tensor, mass: Tensor, value: Tensor, out: Tensor) -> None:
+        """Add one window: attention `mass` [heads, queries, tokens] and head outputs [heads, queries, width] at `at`."""
+        m = self.moments
+        with_one = torch.nn.functional.pad(hidden, (0, 1), value=1.0)
+        m.input.add_((with_one.T @ with_one).double())
+
+        q = torch.einsum("te,hde->htd", hidden[at], self.W_Q)
+        cost = score_cost(mass, value, out, self.metric)
+        distance = (at[:, None] - torch.arange(hidden.shape[0], device=self.device)).clamp_min(0)
+        m.distance.index_add_(1, distance.flatten(), cost.flatten(1).double())
+        m.query.add_(((q * cost.sum(-1, keepdim=True)).transpose(1, 2) @ q).double())
+
+        averaged = (mass @ hidden).unflatten(0, (self.groups, -1)).flatten(1, 2)
+        m.value.add_((averaged.transpose(1, 2) @ averaged).double())
+
+        some = torch.randperm(len(at), generator=self.generator)[:JACOBIANS_PER_WINDOW].to(self.device)
+        for head in range(mass.shape[0]):
+            # J = sum_s a_s root (v_s - o) h_s^T for each of `some` queries: [queries, width, hidden]
+            weighted = mass[head, some, :, None] * ((value[head] - out[head, some, None]) @ self.root[head])
+            jacobian = (weighted.transpose(1, 2).flatten(0, 1) @ hidden).unflatten(0, (len(some), -1))
+            size = jacobian.square().sum((1, 2))
+            rows = jacobian.flatten(0, 1)
+            m.key[head * self.groups // mass.shape[0]].add_((rows.T @ rows).double())
+            m.query_at_key[head].add_(((q[head, some] * size[:, None]).T @ q[head, some]).double())
+            m.key_trace[head] += size.sum().double()
+        m.counts.add_(torch.tensor([len(at), len(some)], dtype=torch.float64, device=self.device))
+
+
+def score_cost(mass: Tensor, value: Tensor, out: Tensor, metric: Tensor) -> Tensor:
+    """a^2 |W_O (v - o)|^2 [heads, queries, tokens]: what a squared score error costs at each key, metric = W_O^T W_O."""
+    projected = out @ metric
+    own = ((value @ metric) * value).sum(-1)[:, None]
+    mean = (projected * out).sum(-1)[..., None]
+    return mass.square() * (own - 2 * projected @ value.transpose(1, 2) + mean).clamp_min(0)
+
+
+def sample_positions(tokens: int, count: int, generator: torch.Generator) -> Tensor:
+    """At most `count` query positions, one drawn at random from each of `count` equal stretches of the window."""
+    if tokens <= count:
+        return torch.arange(tokens)
+    edges = torch.linspace(0, tokens, count + 1).long()
+    width = edges[1:] - edges[:-1]
+    return edges[:-1] + (torch.rand(count, generator=generator) * width).long()
+
+
+def calibrate(stream: LayerStream, ids: Tensor, folder: Path, seed: int) -> None:
+    """Run the windows `ids` [windows, tokens] through the source; leave layer i's moments in folder/i.safetensors."""
+    states = stream.embed(ids)
+    generator = torch.Generator().manual_seed(seed)
+    layers, tokens = stream.spec.num_hidden_layers, ids.numel()
+    with progress("calibrating", "tokens x layers", layers * tokens) as advance:
+        for index in range(layers):
+            layer = stream.load(index)
+            observer = MomentObserver(layer.self_attn, stream.spec, ids.shape[1], generator)
+            states = stream.run(layer, states, observer)
+            observer.moments.log_energy.add_(states.double().square().sum(-1).log().sum())
+            observer.moments.save(moments_file(folder, index))
+            advance(tokens)
+
+
+def moments_file(folder: Path, layer: int) -> Path:
+    """Where `calibrate` leaves the moments of a layer."""
+    return folder / f"{layer:04d}.safetensors"

@@ -1,0 +1,48 @@
+"""The model card of a converted checkpoint: what it is, how it was made, and who can load it."""
+
+from typing import Any
+
+CARD = """---
+library_name: transformers
+tags: [multi-head-latent-attention, mla, mla_convert]
+---
+
+# {name}, converted to multi-head latent attention
+
+`{name}` with its attention rewritten as DeepSeek-V3 multi-head latent attention by mla_convert {version}. It caches
+{numbers} numbers per token and layer (kv_lora_rank {rank} + qk_rope_head_dim {rope}) where the source caches
+{source_numbers} ({percent:.0f} %). {kind}
+
+```python
+from transformers import AutoModelForCausalLM  # no remote code; transformers >= 5.15 caches the latent
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+```
+
+Use bfloat16 or float32, never float16: the latent norm is neutralised by rows of kv_a_proj_with_mqa that are too small
+for it (in a quantised GGUF keep attn_kv_a_mqa in F32 or BF16). RoPE rows are interleaved. {engines}
+`conversion.json` holds the recipe, the source's hashes, and the predicted error of every layer.
+The licence of the source applies.
+"""
+
+STOCK_ROPE = "RoPE is plain, so any engine with DeepSeek-V3 support computes the same."
+SCALED_ROPE = (
+    "The rope_type is {kind}: transformers computes it as the source does, and so does vLLM with "
+    "model_impl=transformers; vLLM's own DeepSeek class, SGLang and llama.cpp compute another rotation."
+)
+
+
+def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
+    """README.md of the folder, from conversion.json's `record` and the written `config`."""
+    numbers = record["kv_lora_rank"] + record["qk_rope_head_dim"]
+    kind = config["rope_parameters"]["rope_type"]
+    return CARD.format(
+        name=record["recipe"]["source"].rstrip("/").rsplit("/", 1)[-1],
+        version=record["environment"]["versions"]["mla_convert"],
+        numbers=numbers,
+        rank=record["kv_lora_rank"],
+        rope=record["qk_rope_head_dim"],
+        source_numbers=record["source_numbers"],
+        percent=100 * numbers / record["source_numbers"],
+        kind="The re-encoding is exact." if record["lossless"] else "It has not been trained after the conversion.",
+        engines=STOCK_ROPE if kind == "default" else SCALED_ROPE.format(kind=kind),
+    )

@@ -1,0 +1,64 @@
+"""Choose among the sizes a recipe leaves open: by predicted loss, then by measured loss on held-out calibration text."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_convert.assemble import LayerReport
+from mla_convert.layer import MLALayer
+from mla_convert.report import progress
+from mla_convert.sizes import Size
+from mla_convert.stream import LatentAttention, LayerStream
+
+logger = logging.getLogger(__name__)
+
+FINALISTS = 3  # the predicted order is right to within a few places (see conversion.json of any --cache-ratio run)
+
+Assembled = Callable[[int, Size, int], tuple[MLALayer, LayerReport]]
+
+
+def choose(
+    sizes: list[Size], stream: LayerStream, held_out: Tensor, assembled: Assembled
+) -> tuple[Size, list[dict[str, Any]]]:
+    """The size with the least loss on `held_out` [windows, tokens] among the best predicted, and what was considered.
+
+    `assembled(layer, size, sweeps)` converts one layer. Without held-out windows the prediction alone decides.
+    """
+    layers = stream.spec.num_hidden_layers
+    with progress("predicting", "layers", layers * len(sizes)) as advance:
+        predicted = []
+        for size in sizes:
+            total = 0.0
+            for layer in range(layers):
+                total += assembled(layer, size, 0)[1].total
+                advance(1)
+            predicted.append(total)
+    order = sorted(range(len(sizes)), key=predicted.__getitem__)
+    considered = [{"size": str(sizes[i]), "predicted": predicted[i]} for i in order]
+    if not held_out.numel():
+        return sizes[order[0]], considered
+    finalists = order[:FINALISTS]
+    with progress("measuring", "layers", layers * len(finalists)) as advance:
+        for place, i in enumerate(finalists):
+            considered[place]["held_out_nll"] = converted_nll(stream, held_out, sizes[i], assembled, advance)
+            logger.info("%s: predicted %.4g, held-out %.4f nats/token", sizes[i], predicted[i], considered[place]["held_out_nll"])
+    best = min(range(len(finalists)), key=lambda place: considered[place]["held_out_nll"])
+    return sizes[finalists[best]], considered
+
+
+@torch.no_grad()
+def converted_nll(
+    stream: LayerStream, ids: Tensor, size: Size, assembled: Assembled, advance: Callable[[int], None]
+) -> float:
+    """Nats per token of the model whose attention is converted to `size`, on windows `ids`, layer by layer."""
+    states = stream.embed(ids)
+    for index in range(stream.spec.num_hidden_layers):
+        layer = stream.load(index)
+        converted, _ = assembled(index, size, 1)
+        layer.self_attn = LatentAttention(converted.to(torch.float32))
+        states = stream.run(layer, states)
+        advance(1)
+    return stream.nll(states, ids)

@@ -1,0 +1,160 @@
+"""Lazy in, atomic out: tensors go shard by shard into a staging folder, which becomes the target in one rename.
+
+config.json is written last, so a folder left by a killed run loads nowhere; leftovers of dead runs are removed by the
+next one.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator, Self
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mla_convert.errors import MlaConvertError, TargetExists
+
+MAX_SHARD_BYTES = 4 * 1024**3
+RECORD = "conversion.json"
+
+
+class FolderWriter:
+    """Collects tensors and files of one checkpoint and publishes them as `out` by `commit`.
+
+    Use as a context manager: leaving it without `commit`, by error or interrupt, removes the staging folder.
+    Raises TargetExists for a target that must not be replaced, MlaConvertError when the disk is (or runs) full.
+    """
+
+    def __init__(self, out: str | Path, expected_bytes: int, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES):
+        self.out = Path(out).absolute()
+        self.overwrite = overwrite
+        self.max_shard_bytes = max_shard_bytes
+        check_target(self.out, overwrite)
+        check_space(self.out, expected_bytes)
+        self.staging = self.out.parent / f".{self.out.name}.partial-{os.getpid()}"
+        self._shards: list[dict[str, int]] = []
+        self._open: dict[str, Tensor] = {}
+        self._open_bytes = 0
+
+    def __enter__(self) -> Self:
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale_staging(self.out)
+        self.staging.mkdir()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor (cloned, so shared or non-contiguous storage is safe); flushes a shard when it is full."""
+        data = tensor.detach().cpu().contiguous().clone()
+        size = data.numel() * data.element_size()
+        if self._open and self._open_bytes + size > self.max_shard_bytes:
+            self._flush()
+        self._open[name] = data
+        self._open_bytes += size
+
+    def _flush(self) -> None:
+        with full_disk_is_named(self.staging):
+            save_file(self._open, self.staging / f"shard-{len(self._shards):05d}", metadata={"format": "pt"})
+        self._shards.append({name: t.numel() * t.element_size() for name, t in self._open.items()})
+        self._open, self._open_bytes = {}, 0
+
+    def commit(self, files: dict[str, str], copies: Iterable[Path], config: dict[str, Any]) -> None:
+        """Write the index, `files` (name to text), `copies`, and last config.json; then rename the folder to `out`."""
+        if self._open:
+            self._flush()
+        with full_disk_is_named(self.staging):
+            self._name_shards()
+            for source in copies:
+                shutil.copyfile(source, self.staging / source.name)
+            for name, text in files.items():
+                (self.staging / name).write_text(text, encoding="utf-8")
+            (self.staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        self._publish()
+
+    def _name_shards(self) -> None:
+        if len(self._shards) == 1:
+            (self.staging / "shard-00000").rename(self.staging / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for i, sizes in enumerate(self._shards):
+            shard = f"model-{i + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self.staging / f"shard-{i:05d}").rename(self.staging / shard)
+            weight_map.update(dict.fromkeys(sizes, shard))
+        total = sum(size for sizes in self._shards for size in sizes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (self.staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _publish(self) -> None:
+        check_target(self.out, self.overwrite)  # somebody may have written there meanwhile
+        replaced = self.out.parent / f".{self.out.name}.replaced-{os.getpid()}"
+        if self.out.exists():
+            self.out.rename(replaced)
+        self.staging.rename(self.out)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_target(out: Path, overwrite: bool) -> None:
+    """Refuse a target that holds anything, unless `overwrite` is given and it holds an earlier conversion."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise TargetExists(f"{out} is a file, not a folder; choose another OUT")
+    if not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise TargetExists(f"{out} is not empty ({len(list(out.iterdir()))} entries); use --overwrite or another OUT")
+    if not (out / RECORD).is_file():
+        raise TargetExists(
+            f"--overwrite replaces only folders written by mla-convert, and {out} holds no {RECORD}; "
+            "delete it yourself or choose another OUT"
+        )
+
+
+def check_space(out: Path, expected_bytes: int) -> None:
+    """Refuse to begin when the disk of `out` has less free than the checkpoint needs."""
+    parent = next(p for p in out.parents if p.exists())
+    free = shutil.disk_usage(parent).free
+    if free < expected_bytes:
+        raise MlaConvertError(
+            f"no space left: the checkpoint needs {expected_bytes / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB "
+            "free; free some space or choose an OUT on another disk"
+        )
+
+
+@contextmanager
+def full_disk_is_named(folder: Path) -> Iterator[None]:
+    """Turn ENOSPC, from Python or from the safetensors writer, into a clear error; nothing is left behind by the caller."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors wraps the system error in its own class and keeps only the text.
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+            raise MlaConvertError(
+                f"no space left on the disk of {folder.parent}; nothing was written; choose an OUT on another disk"
+            ) from error
+        raise
+
+
+def remove_stale_staging(out: Path) -> None:
+    """Delete staging folders of the same target whose process is gone."""
+    for folder in out.parent.glob(f".{out.name}.partial-*"):
+        found = re.fullmatch(r".*\.partial-(\d+)", folder.name)
+        if found and not _alive(int(found.group(1))):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()
