@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,20 +161,25 @@ def cache_bytes_per_token(model: PreTrainedModel, lengths: tuple[int, int] = (8,
     """Cache bytes per token over all layers: (by formula, measured in the cache after forwards of two
     lengths).
 
-    Formula: layers x bytes x (kv_lora_rank + qk_rope_head_dim) where the config has a latent, else layers x
-    bytes x 2 x num_key_value_heads x head_dim. Measured: the difference quotient of the storage really held,
-    so that what does not grow with the tokens does not count.
+    Formula: layers x bytes x `formula_numbers`. Measured: the difference quotient of the storage really
+    held, so that what does not grow with the tokens does not count.
     """
     config = model.config
-    if getattr(config, "kv_lora_rank", None):
-        numbers = config.kv_lora_rank + config.qk_rope_head_dim
-    else:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        numbers = 2 * kv_heads * head_dim
+    numbers = formula_numbers(config.to_dict())
     formula = config.num_hidden_layers * numbers * model.dtype.itemsize
     held = [cache_bytes(model, length) for length in lengths]
     return formula, round((held[1] - held[0]) / (lengths[1] - lengths[0]))
+
+
+def formula_numbers(config: Mapping[str, Any]) -> int:
+    """Numbers cached per token and layer: kv_lora_rank + qk_rope_head_dim where the config has a latent, else
+    2 x num_key_value_heads x head_dim.
+    """
+    if config.get("kv_lora_rank"):
+        return int(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return int(2 * (config.get("num_key_value_heads") or heads) * head_dim)
 
 
 @torch.inference_mode()
