@@ -1,9 +1,9 @@
 """The absorbed form of a latent attention layer: keys and values of the heads are never written out.
 
-With q_abs_i = W_UK,i^T W_UQ,i h the score is q_abs_i . c + q_pe_i . k_pe, and the value projection waits until the
-latents are averaged: out = sum_i W_O,i W_UV,i (sum_s a_s c_s). Attention is then one shared key of width
-kv_lora_rank + qk_rope_head_dim and one shared value of width kv_lora_rank for all heads, read once per token
-(DeepSeek-V2, arXiv:2405.04434, section 2.1.2). It equals the expanded form up to rounding.
+With q_abs_i = W_UK,i^T W_UQ,i h the score is q_abs_i . c + q_pe_i . k_pe, and the value projection waits
+until the latents are averaged: out = sum_i W_O,i W_UV,i (sum_s a_s c_s). Attention is then one shared key of
+width kv_lora_rank + qk_rope_head_dim and one shared value of width kv_lora_rank for all heads, read once per
+token (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). It equals the expanded form up to rounding.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from mla_convert.layer import MLALayer, causal_scores_mask, rotate
 class AbsorbedLayer:
     """Absorbed projections. `merged_q`/`merged_out` are set only where one matrix reads fewer bytes than two.
 
-    merged_q is W_UK^T W_UQ, merged_out is W_O W_UV; where they are None the two factors of `layer` are applied in turn.
+    merged_q is W_UK^T W_UQ, merged_out is W_O W_UV; where they are None the two factors of `layer` are
+    applied in turn.
     """
 
     layer: MLALayer
@@ -36,12 +37,12 @@ class LatentCache:
 
 
 def merging_reads_less(inner: int, kv_lora_rank: int, hidden_size: int) -> bool:
-    """Whether one [kv_lora_rank, hidden_size] matrix per head is smaller than its two factors of width `inner`."""
+    """Whether a [kv_lora_rank, hidden_size] matrix is smaller than its two factors of width `inner`."""
     return kv_lora_rank * hidden_size < inner * (kv_lora_rank + hidden_size)
 
 
 def absorb(layer: MLALayer) -> AbsorbedLayer:
-    """Precompute the absorbed form of `layer` (same dtype and device; the layer itself is kept, not copied)."""
+    """Precompute the absorbed form of `layer` (same dtype and device; the layer is kept, not copied)."""
     _, nope, hidden = layer.W_UQ.shape
     v_width, rank = layer.W_UV.shape[1], layer.kv_lora_rank
     merge_q = merging_reads_less(nope, rank, hidden)

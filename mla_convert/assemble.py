@@ -1,4 +1,4 @@
-"""One source layer to one latent layer: the RoPE step, the factor step, and the choice of metrics that tells methods apart."""
+"""One source layer to one latent layer: RoPE step, factor step, and the metrics that tell methods apart."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mla_convert.calibrate import LayerMoments
-from mla_convert.families import SourceSpec
 from mla_convert.factor import SWEEPS, Block, Factors, factor, weight_svd
+from mla_convert.families import SourceSpec
 from mla_convert.layer import MLALayer
 from mla_convert.rope import RopePlan, RopeSplit, mean_rotation, split_rope
 from mla_convert.sizes import Size, full_rank
@@ -52,10 +52,12 @@ def assemble(
     method: str,
     sweeps: int = SWEEPS,
 ) -> tuple[MLALayer, LayerReport]:
-    """Convert one layer; fp64, arguments untouched. moments is None for method svd and where nothing is truncated."""
+    """Convert one layer; fp64, arguments untouched.
+
+    moments is None for method svd and where nothing is truncated.
+    """
     split = _split(source, moments, spec, size.plan, method)
     blocks, covariance = _blocks(source, split, moments, spec, method)
-    groups = spec.num_key_value_heads
     if moments is None or size.kv_lora_rank == full_rank(spec, size.plan.qk_rope_head_dim):
         found = weight_svd(blocks, size.kv_lora_rank)
     else:
@@ -74,7 +76,8 @@ def _split(
 ) -> RopeSplit:
     heads, pairs, hidden = spec.num_attention_heads, spec.source_head_dim // 2, spec.hidden_size
     device = source.W_Q.device
-    # What TransMLA does, and all that weights alone can tell: a lost rotation becomes the identity, all queries alike.
+    # What TransMLA does, and all that weights alone can tell: a lost rotation becomes the identity, all
+    # queries alike.
     rotation = torch.ones(heads, pairs, dtype=torch.complex128, device=device)
     energy = torch.ones(heads, pairs, dtype=torch.float64, device=device)
     covariance = torch.eye(hidden, dtype=torch.float64, device=device)
@@ -92,7 +95,7 @@ def _split(
 def _blocks(
     source: SourceAttention, split: RopeSplit, moments: LayerMoments | None, spec: SourceSpec, method: str
 ) -> tuple[list[Block], Tensor]:
-    """Key blocks then value blocks, one per KV head, and the second moment that the truncated SVD starts from."""
+    """Key blocks then value blocks, one per KV head; the second moment that the truncated SVD starts from."""
     eye = torch.eye(spec.source_head_dim, dtype=torch.float64, device=source.W_Q.device)
     rows = [*split.W_K_nope, *source.W_V]
     groups = spec.num_key_value_heads
@@ -104,7 +107,8 @@ def _blocks(
         # Norm balance: keys and values count alike whatever their scale (TransMLA, section 4.3).
         key_energy = sum((((w @ covariance) * w).sum() for w in split.W_K_nope), torch.zeros(()))
         value_energy = sum((((w @ covariance) * w).sum() for w in source.W_V), torch.zeros(()))
-        balance = [eye / key_energy.clamp_min(1e-300)] * groups + [eye / value_energy.clamp_min(1e-300)] * groups
+        energies = [key_energy] * groups + [value_energy] * groups
+        balance = [eye / energy.clamp_min(1e-300) for energy in energies]
         return [Block(row, m, covariance) for row, m in zip(rows, balance, strict=True)], covariance
     blocks = [*_key_blocks(split, moments, spec), *_value_blocks(source, moments, spec)]
     return [Block(b.W, b.M, shrunk(b.C)) for b in blocks], covariance
@@ -113,8 +117,9 @@ def _blocks(
 def shrunk(moment: Tensor) -> Tensor:
     """moment plus SHRINKAGE of its mean eigenvalue in every direction.
 
-    Inputs the calibration text never showed then count a little, so up-projections stay tame there: without it a tiny
-    model whose text has few distinct tokens gets a singular value of 582 beside a next largest of 3.4.
+    Inputs the calibration text never showed then count a little, so up-projections stay tame there: without
+    it a tiny model whose text has few distinct tokens gets a singular value of 582 beside a next largest of
+    3.4.
     """
     eye = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
     return moment + SHRINKAGE * moment.diagonal().mean() * eye
@@ -127,9 +132,7 @@ def _key_blocks(split: RopeSplit, moments: LayerMoments, spec: SourceSpec) -> li
     query = (turn @ moments.query_at_key @ turn.transpose(1, 2)).unflatten(0, per_group).sum(1)
     trace = moments.key_trace.unflatten(0, per_group).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
     scale = spec.softmax_scale**2 / moments.counts[1]
-    return [
-        Block(row, scale * query[j] / trace[j], moments.key[j]) for j, row in enumerate(split.W_K_nope)
-    ]
+    return [Block(row, scale * query[j] / trace[j], moments.key[j]) for j, row in enumerate(split.W_K_nope)]
 
 
 def _value_blocks(source: SourceAttention, moments: LayerMoments, spec: SourceSpec) -> list[Block]:
@@ -146,7 +149,9 @@ def folded_rotation(rotation: Tensor) -> Float[Tensor, "num_heads source_head_di
     return torch.cat((torch.cat((re, im), dim=2), torch.cat((-im, re), dim=2)), dim=1)
 
 
-def _layer(source: SourceAttention, split: RopeSplit, found: Factors, spec: SourceSpec, plan: RopePlan) -> MLALayer:
+def _layer(
+    source: SourceAttention, split: RopeSplit, found: Factors, spec: SourceSpec, plan: RopePlan
+) -> MLALayer:
     groups = spec.num_key_value_heads
     per_group = spec.num_attention_heads // groups
     nope = 0 if plan.keeps_everything else spec.source_head_dim

@@ -1,19 +1,20 @@
-"""Calibration: one streaming pass of text through the source collects, per layer, the moments the factor step needs.
+"""Calibration: one streaming pass of text through the source collects each layer's moments.
 
-All moments are sums in fp64, so passes over different texts can be merged by addition. The attention matrix exists
-for one window of one layer, and only at `queries_per_window` sampled query positions.
+All moments are sums in fp64, so passes over different texts can be merged by addition. The attention matrix
+exists for one window of one layer, and only at QUERIES_PER_WINDOW sampled query positions.
 """
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mla_convert.families import SourceSpec
 from mla_convert.factor import roots
+from mla_convert.families import SourceSpec
 from mla_convert.report import progress
 from mla_convert.stream import LayerStream
 
@@ -23,13 +24,14 @@ JACOBIANS_PER_WINDOW = 8  # of those, positions at which the key error is follow
 
 @dataclass(frozen=True, eq=False)
 class LayerMoments:
-    """Sums over calibration tokens, sampled queries or sampled Jacobians of one layer (see factor.py for the symbols).
+    """Sums over one layer's calibration tokens, sampled queries or Jacobians (symbols: factor.py).
 
     input: second moment of [h; 1], so its last row holds the sum of h and the token count.
     distance: attention mass by distance, weighted by a^2 |W_O (v - o)|^2, what a score error there costs.
     query: sum of gamma q q^T, gamma the cost above summed over keys; q before rotation.
-    value: sum of hbar hbar^T per KV head. key: sum of J^T J per KV head. query_at_key: sum of tr(J^T J) q q^T per head.
-    key_trace: sum of tr(J^T J) per head. counts: sampled queries, sampled Jacobians.
+    value: sum of hbar hbar^T per KV head. key: sum of J^T J per KV head.
+    query_at_key: sum of tr(J^T J) q q^T per head. key_trace: sum of tr(J^T J) per head.
+    counts: sampled queries, sampled Jacobians.
     log_energy: sum over tokens of log |x|^2, x the residual stream after the layer. (A geometric mean is not
     swamped by the few tokens of massive activation.)
     """
@@ -66,7 +68,7 @@ class LayerMoments:
 class MomentObserver:
     """Computes one layer's attention window by window and adds up its moments."""
 
-    def __init__(self, attention: nn.Module, spec: SourceSpec, window: int, generator: torch.Generator):
+    def __init__(self, attention: Any, spec: SourceSpec, window: int, generator: torch.Generator):
         heads, groups, width = spec.num_attention_heads, spec.num_key_value_heads, spec.source_head_dim
         self.W_Q = attention.q_proj.weight.unflatten(0, (heads, width))
         W_O = attention.o_proj.weight.unflatten(1, (heads, width)).transpose(0, 1)
@@ -104,7 +106,7 @@ class MomentObserver:
         return out
 
     def _add(self, hidden: Tensor, at: Tensor, mass: Tensor, value: Tensor, out: Tensor) -> None:
-        """Add one window: attention `mass` [heads, queries, tokens] and head outputs [heads, queries, width] at `at`."""
+        """Add a window: attention `mass` [heads, queries, tokens], `out` [heads, queries, width] at `at`."""
         m = self.moments
         with_one = torch.nn.functional.pad(hidden, (0, 1), value=1.0)
         m.input.add_((with_one.T @ with_one).double())
@@ -132,7 +134,7 @@ class MomentObserver:
 
 
 def score_cost(mass: Tensor, value: Tensor, out: Tensor, metric: Tensor) -> Tensor:
-    """a^2 |W_O (v - o)|^2 [heads, queries, tokens]: what a squared score error costs at each key, metric = W_O^T W_O."""
+    """a^2 |W_O (v - o)|^2 [heads, queries, tokens], the cost of a squared score error; metric = W_O^T W_O."""
     projected = out @ metric
     own = ((value @ metric) * value).sum(-1)[:, None]
     mean = (projected * out).sum(-1)[..., None]
@@ -140,7 +142,7 @@ def score_cost(mass: Tensor, value: Tensor, out: Tensor, metric: Tensor) -> Tens
 
 
 def sample_positions(tokens: int, count: int, generator: torch.Generator) -> Tensor:
-    """At most `count` query positions, one drawn at random from each of `count` equal stretches of the window."""
+    """At most `count` query positions, one drawn from each of `count` equal stretches of the window."""
     if tokens <= count:
         return torch.arange(tokens)
     edges = torch.linspace(0, tokens, count + 1).long()
@@ -149,7 +151,7 @@ def sample_positions(tokens: int, count: int, generator: torch.Generator) -> Ten
 
 
 def calibrate(stream: LayerStream, ids: Tensor, folder: Path, seed: int) -> None:
-    """Run the windows `ids` [windows, tokens] through the source; leave layer i's moments in folder/i.safetensors."""
+    """Run windows `ids` [windows, tokens] through the source; save each layer's moments in `folder`."""
     states = stream.embed(ids)
     generator = torch.Generator().manual_seed(seed)
     layers, tokens = stream.spec.num_hidden_layers, ids.numel()

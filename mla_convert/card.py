@@ -9,21 +9,23 @@ tags: [multi-head-latent-attention, mla, mla_convert]
 
 # {name}, converted to multi-head latent attention
 
-`{name}` with its attention rewritten as DeepSeek-V3 multi-head latent attention by mla_convert {version}. It caches
-{numbers} numbers per token and layer (kv_lora_rank {rank} + qk_rope_head_dim {rope}) where the source caches
-{source_numbers} ({percent:.0f} %). {kind}
+`{name}` with its attention rewritten as DeepSeek-V3 multi-head latent attention by mla_convert {version}.
+It caches {numbers} numbers per token and layer (kv_lora_rank {rank} + qk_rope_head_dim {rope}) where the
+source caches {source_numbers} ({percent:.0f} %). {kind}
 
 ```python
 from transformers import AutoModelForCausalLM  # no remote code; transformers >= 5.15 caches the latent
 model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
 ```
 
-Use bfloat16 or float32, never float16: the latent norm is neutralised by rows of kv_a_proj_with_mqa that are too small
-for it (in a quantised GGUF keep attn_kv_a_mqa in F32 or BF16). RoPE rows are interleaved. {engines}
+Use bfloat16 or float32, never float16: the latent norm is neutralised by rows of kv_a_proj_with_mqa that are
+too small for it (in a quantised GGUF keep attn_kv_a_mqa in F32 or BF16). RoPE rows are interleaved. {engines}
 `conversion.json` holds the recipe, the source's hashes, and the predicted error of every layer.
 The licence of the source applies.
 """
 
+EXACT = "The re-encoding is exact."
+UNTRAINED = "It has not been trained after the conversion."
 STOCK_ROPE = "RoPE is plain, so any engine with DeepSeek-V3 support computes the same."
 SCALED_ROPE = (
     "The rope_type is {kind}: transformers computes it as the source does, and so does vLLM with "
@@ -43,6 +45,6 @@ def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
         rope=record["qk_rope_head_dim"],
         source_numbers=record["source_numbers"],
         percent=100 * numbers / record["source_numbers"],
-        kind="The re-encoding is exact." if record["lossless"] else "It has not been trained after the conversion.",
+        kind=EXACT if record["lossless"] else UNTRAINED,
         engines=STOCK_ROPE if kind == "default" else SCALED_ROPE.format(kind=kind),
     )

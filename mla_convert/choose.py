@@ -1,4 +1,4 @@
-"""Choose among the sizes a recipe leaves open: by predicted loss, then by measured loss on held-out calibration text."""
+"""Choose among the sizes a recipe leaves open: by predicted loss, then by loss on held-out windows."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from mla_convert.stream import LatentAttention, LayerStream
 
 logger = logging.getLogger(__name__)
 
-FINALISTS = 3  # the predicted order is right to within a few places (see conversion.json of any --cache-ratio run)
+# The predicted order is right to within a few places (see conversion.json of any --cache-ratio run).
+FINALISTS = 3
 
 Assembled = Callable[[int, Size, int], tuple[MLALayer, LayerReport]]
 
@@ -23,9 +24,9 @@ Assembled = Callable[[int, Size, int], tuple[MLALayer, LayerReport]]
 def choose(
     sizes: list[Size], stream: LayerStream, held_out: Tensor, assembled: Assembled
 ) -> tuple[Size, list[dict[str, Any]]]:
-    """The size with the least loss on `held_out` [windows, tokens] among the best predicted, and what was considered.
+    """The size with the least loss on `held_out` [windows, tokens] among the best predicted; all considered.
 
-    `assembled(layer, size, sweeps)` converts one layer. Without held-out windows the prediction alone decides.
+    `assembled(layer, size, sweeps)` converts one layer. Without held-out windows the prediction decides.
     """
     layers = stream.spec.num_hidden_layers
     with progress("predicting", "layers", layers * len(sizes)) as advance:
@@ -40,12 +41,14 @@ def choose(
     considered = [{"size": str(sizes[i]), "predicted": predicted[i]} for i in order]
     if not held_out.numel():
         return sizes[order[0]], considered
-    finalists = order[:FINALISTS]
+    finalists, measured = order[:FINALISTS], list[float]()
     with progress("measuring", "layers", layers * len(finalists)) as advance:
         for place, i in enumerate(finalists):
-            considered[place]["held_out_nll"] = converted_nll(stream, held_out, sizes[i], assembled, advance)
-            logger.info("%s: predicted %.4g, held-out %.4f nats/token", sizes[i], predicted[i], considered[place]["held_out_nll"])
-    best = min(range(len(finalists)), key=lambda place: considered[place]["held_out_nll"])
+            nll = converted_nll(stream, held_out, sizes[i], assembled, advance)
+            considered[place]["held_out_nll"] = nll
+            measured.append(nll)
+            logger.info("%s: predicted %.4g, held-out %.4f nats/token", sizes[i], predicted[i], nll)
+    best = min(range(len(finalists)), key=measured.__getitem__)
     return sizes[finalists[best]], considered
 
 
@@ -53,7 +56,7 @@ def choose(
 def converted_nll(
     stream: LayerStream, ids: Tensor, size: Size, assembled: Assembled, advance: Callable[[int], None]
 ) -> float:
-    """Nats per token of the model whose attention is converted to `size`, on windows `ids`, layer by layer."""
+    """Nats per token, on windows `ids`, of the model whose attention is converted to `size`."""
     states = stream.embed(ids)
     for index in range(stream.spec.num_hidden_layers):
         layer = stream.load(index)

@@ -1,4 +1,4 @@
-"""convert: checkpoint -> read -> calibrate -> rope -> factor -> write. Two passes over the layers, one layer in memory."""
+"""convert: checkpoint -> read -> calibrate -> rope -> factor -> write, one layer in memory."""
 
 import json
 import logging
@@ -72,11 +72,16 @@ class Job:
 
 
 def convert(recipe: ConvertRecipe) -> ConvertResult:
-    """Convert recipe.source into the folder recipe.out. Raises MlaConvertError, and leaves nothing behind then."""
+    """Convert recipe.source into the folder recipe.out. Raises MlaConvertError, leaving nothing behind."""
     checkpoint = Checkpoint.open(recipe.source)
     spec = read_spec(checkpoint)
     job = Job(
-        recipe, checkpoint, spec, allowed_sizes(recipe, spec), output_dtype(recipe, spec), resolve_device(recipe.device)
+        recipe,
+        checkpoint,
+        spec,
+        allowed_sizes(recipe, spec),
+        output_dtype(recipe, spec),
+        resolve_device(recipe.device),
     )
     done: list[Stage] = []
     writer = FolderWriter(recipe.out, expected_bytes(job), recipe.overwrite)
@@ -89,7 +94,9 @@ def convert(recipe: ConvertRecipe) -> ConvertResult:
                 calibrate(stream, ids, Path(scratch), recipe.seed)
 
         def moments(layer: int) -> LayerMoments | None:
-            return LayerMoments.load(moments_file(Path(scratch), layer), job.device) if job.needs_text else None
+            return (
+                LayerMoments.load(moments_file(Path(scratch), layer), job.device) if job.needs_text else None
+            )
 
         def assembled(layer: int, size: Size, sweeps: int) -> tuple[MLALayer, LayerReport]:
             return assemble(source_attention(job, layer), moments(layer), spec, size, recipe.method, sweeps)
@@ -100,7 +107,7 @@ def convert(recipe: ConvertRecipe) -> ConvertResult:
                 size, considered = choose(job.sizes, stream, held_out, assembled)
         with writer, stage("convert", done):
             reports = _write_layers(job, size, writer, assembled)
-            record = {
+            record: dict[str, Any] = {
                 "recipe": recipe.to_dict(),
                 "source": {
                     "hashes": checkpoint.hashes(),
@@ -147,7 +154,12 @@ def expected_bytes(job: Job) -> int:
     for size in job.sizes:
         rank, rope = size.kv_lora_rank, size.plan.qk_rope_head_dim
         nope = 0 if size.plan.keeps_everything else d
-        attention = heads * (nope + rope) * hidden + (rank + rope) * hidden + heads * (nope + d) * rank + heads * d * hidden
+        attention = (
+            heads * (nope + rope) * hidden
+            + (rank + rope) * hidden
+            + heads * (nope + d) * rank
+            + heads * d * hidden
+        )
         layer = attention + rank + 3 * spec.intermediate_size * hidden + 2 * hidden
         largest = max(largest, spec.num_hidden_layers * layer + 2 * spec.vocab_size * hidden + hidden)
     return largest * job.dtype.itemsize
@@ -156,7 +168,9 @@ def expected_bytes(job: Job) -> int:
 def source_attention(job: Job, layer: int) -> SourceAttention:
     """Layer `layer`'s projections in fp64 on the device."""
     names, spec = layer_tensors(job.spec, layer), job.spec
-    q, k, v, o = (job.checkpoint.tensor(names[role]).to(job.device, torch.float64) for role in ("q", "k", "v", "o"))
+    q, k, v, o = (
+        job.checkpoint.tensor(names[role]).to(job.device, torch.float64) for role in ("q", "k", "v", "o")
+    )
     d = spec.source_head_dim
     return SourceAttention(
         W_Q=q.unflatten(0, (spec.num_attention_heads, d)),
@@ -167,23 +181,25 @@ def source_attention(job: Job, layer: int) -> SourceAttention:
 
 
 def _read_text(job: Job) -> tuple[Tensor, str | None]:
-    """Calibration windows [windows, tokens], a ninth of them held out where sizes are compared, and the text's hash."""
+    """Windows [windows, tokens] and the text's hash; more than calib_windows where sizes are compared."""
     recipe = job.recipe
     if not job.needs_text:
         return torch.zeros(0, 0, dtype=torch.int64), None
     documents = read_documents(recipe.calib_data, part="calib")
     held_out = -(-recipe.calib_windows // HELD_OUT_SHARE) if len(job.sizes) > 1 else 0
-    ids = token_windows(load_tokenizer(recipe.source), documents, recipe.window, recipe.calib_windows + held_out)
+    ids = token_windows(
+        load_tokenizer(recipe.source), documents, recipe.window, recipe.calib_windows + held_out
+    )
     if ids.numel() < job.spec.hidden_size:
         logger.warning(
-            "%d calibration tokens are fewer than hidden_size=%d, so some directions of the input are never seen; "
-            "give more text or --calib-windows", ids.numel(), job.spec.hidden_size,
+            "%d calibration tokens are fewer than hidden_size=%d, so some directions of the input are never "
+            "seen; give more text or --calib-windows", ids.numel(), job.spec.hidden_size,
         )  # fmt: skip
     return ids, text_hash(documents)
 
 
 def _write_layers(job: Job, size: Size, writer: FolderWriter, assembled: Any) -> list[LayerReport]:
-    """Write all tensors, layer by layer; the residual stream is rescaled where the source's eps is not 1e-6."""
+    """Write all tensors, layer by layer; rescales the residual stream where the source's eps is not 1e-6."""
     spec, checkpoint = job.spec, job.checkpoint
     names, scale = global_tensors(spec), residual_scale(spec.rms_norm_eps)
     reports = []
@@ -197,7 +213,9 @@ def _write_layers(job: Job, size: Size, writer: FolderWriter, assembled: Any) ->
         for index in range(spec.num_hidden_layers):
             layer, report = assembled(index, size, SWEEPS)
             reports.append(report)
-            logger.debug("layer %d: predicted relative loss %.2e (rope %.1e)", index, report.total, report.rope)
+            logger.debug(
+                "layer %d: predicted relative loss %.2e (rope %.1e)", index, report.total, report.rope
+            )
             source = layer_tensors(spec, index)
             prefix = f"model.layers.{index}."
             norm = checkpoint.tensor(source["input_norm"])
@@ -206,7 +224,11 @@ def _write_layers(job: Job, size: Size, writer: FolderWriter, assembled: Any) ->
             add(f"{prefix}input_layernorm.weight", norm)
             add(f"{prefix}post_attention_layernorm.weight", checkpoint.tensor(source["post_norm"]))
             for role in ("gate", "up", "down"):
-                add(f"{prefix}mlp.{role}_proj.weight", checkpoint.tensor(source[role]), scale if role == "down" else 1.0)
+                add(
+                    f"{prefix}mlp.{role}_proj.weight",
+                    checkpoint.tensor(source[role]),
+                    scale if role == "down" else 1.0,
+                )
             advance(1)
     add("model.norm.weight", checkpoint.tensor(names["final_norm"]))
     add("lm_head.weight", checkpoint.tensor(names["lm_head"]) if "lm_head" in names else embed)
@@ -214,12 +236,12 @@ def _write_layers(job: Job, size: Size, writer: FolderWriter, assembled: Any) ->
 
 
 def _no_leftover(checkpoint: Checkpoint) -> list[str]:
-    """The empty list; raises UnsupportedSource if a source tensor was never used (nothing is published then)."""
+    """The empty list; raises UnsupportedSource, before anything is published, if a tensor was never used."""
     leftover = checkpoint.leftover()
     if leftover:
         raise UnsupportedSource(
-            f"{len(leftover)} tensors of the source were not consumed, first {leftover[0]}; this is a bug in the family "
-            "table: please report it with the model's name"
+            f"{len(leftover)} tensors of the source were not consumed, first {leftover[0]}; this is a bug in "
+            "the family table: please report it with the model's name"
         )
     return leftover
 

@@ -4,16 +4,16 @@ To first order the error of a layer's output at query position t is, over heads 
 
     sum_i W_O,i [ dW_V,i hbar_i  +  sum_s a_s (v_s - o_i) (q~_i . dW_K,i h_s) ],      hbar_i = sum_s a_s h_s,
 
-with attention a, head output o_i = sum_s a_s v_s and q~ the non-rotating query. Both terms are quadratic in the error
-of one up-projection, so with E = W_DKV and D = W_UV,i or W_UK,i
+with attention a, head output o_i = sum_s a_s v_s and q~ the non-rotating query. Both terms are quadratic in
+the error of one up-projection, so with E = W_DKV and D = W_UV,i or W_UK,i
 
     loss = sum_blocks tr( M_b (W_b - D_b E) C_b (W_b - D_b E)^T ),
     values: M = W_O,i^T W_O,i,  C = E[hbar hbar^T];    keys: M = E[q~ q~^T] (weighted),  C = E[J^T J],
     J = W_O,i sum_s a_s (v_s - o_i) h_s^T.
 
-The second moment of *averaged* inputs is what the values are multiplied by: errors of single tokens that cancel in the
-average do no harm. If all C_b were equal this would be one truncated SVD of M^1/2 [W_K; W_V] C^1/2, which is the start;
-alternating least squares then uses the true C_b. Everything is fp64.
+The second moment of *averaged* inputs is what the values are multiplied by: errors of single tokens that
+cancel in the average do no harm. If all C_b were equal this would be one truncated SVD of M^1/2 [W_K; W_V]
+C^1/2, which is the start; alternating least squares then uses the true C_b. Everything is fp64.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """W_DKV [kv_lora_rank, hidden_size], one up-projection [width, kv_lora_rank] per block, and the loss per sweep."""
+    """W_DKV, one up-projection per block, and the loss after each sweep."""
 
     W_DKV: Float[Tensor, "kv_lora_rank hidden_size"]
     ups: list[Float[Tensor, "width kv_lora_rank"]]
@@ -49,7 +49,8 @@ class Factors:
 def roots(matrix: Tensor, floor: float = FLOOR) -> tuple[Tensor, Tensor]:
     """Square root and inverse square root of a symmetric positive semidefinite matrix, eigenvalues floored.
 
-    Duplicated or dead directions (singular matrices) are therefore harmless; a zero matrix gives the identity.
+    Duplicated or dead directions (singular matrices) are therefore harmless; a zero matrix gives the
+    identity.
     """
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     top = values[-1].item()
@@ -72,7 +73,8 @@ def truncated_svd(blocks: Sequence[Block], rank: int, covariance: Tensor) -> tup
 
 def orthonormal_rows(matrix: Tensor) -> Tensor:
     """An orthonormal basis of the row space: the same latent in the best-conditioned coordinates."""
-    return torch.linalg.qr(matrix.T).Q.T.contiguous()
+    rows: Tensor = torch.linalg.qr(matrix.T).Q.T
+    return rows.contiguous()
 
 
 def fit_ups(blocks: Sequence[Block], W_DKV: Tensor) -> list[Tensor]:
@@ -92,7 +94,7 @@ def ridged(matrix: Tensor) -> Tensor:
 
 
 def loss_of(blocks: Sequence[Block], W_DKV: Tensor, ups: Sequence[Tensor]) -> float:
-    """sum_b tr(M (W - D E) C (W - D E)^T): squared output error per query, units of the residual stream squared."""
+    """sum_b tr(M (W - D E) C (W - D E)^T): squared output error per query."""
     total = 0.0
     for block, up in zip(blocks, ups, strict=True):
         error = block.W - up @ W_DKV
@@ -101,7 +103,7 @@ def loss_of(blocks: Sequence[Block], W_DKV: Tensor, ups: Sequence[Tensor]) -> fl
 
 
 def refit_down(blocks: Sequence[Block], W_DKV: Tensor, ups: Sequence[Tensor], steps: int) -> Tensor:
-    """The best E for given D_b: sum_b D^T M D E C = sum_b D^T M W C, by preconditioned conjugate gradients."""
+    """Solve sum_b D^T M D E C = sum_b D^T M W C, the best E for given D_b, by conjugate gradients."""
     by_moment: dict[int, tuple[Tensor, Tensor]] = {}
     target = torch.zeros_like(W_DKV)
     for block, up in zip(blocks, ups, strict=True):
@@ -115,7 +117,9 @@ def refit_down(blocks: Sequence[Block], W_DKV: Tensor, ups: Sequence[Tensor], st
 
     grams = sum((gram for gram, _ in pairs), torch.zeros_like(pairs[0][0]))
     share = [gram.trace() / grams.trace() for gram, _ in pairs]
-    mean = sum((s * moment for s, (_, moment) in zip(share, pairs, strict=True)), torch.zeros_like(pairs[0][1]))
+    mean = sum(
+        (s * moment for s, (_, moment) in zip(share, pairs, strict=True)), torch.zeros_like(pairs[0][1])
+    )
     left, right = torch.linalg.inv(ridged(grams)), torch.linalg.inv(ridged(mean))
 
     x = W_DKV.clone()
@@ -133,11 +137,13 @@ def refit_down(blocks: Sequence[Block], W_DKV: Tensor, ups: Sequence[Tensor], st
     return x
 
 
-def factor(blocks: Sequence[Block], rank: int, covariance: Tensor, sweeps: int = SWEEPS, cg_steps: int = 10) -> Factors:
+def factor(
+    blocks: Sequence[Block], rank: int, covariance: Tensor, sweeps: int = SWEEPS, cg_steps: int = 10
+) -> Factors:
     """Fit one W_DKV of `rank` rows and an up-projection per block.
 
-    Starts from `truncated_svd`; keeps the best of all sweeps, so the loss never rises. sweeps=0 is the truncated SVD
-    with up-projections fitted to it.
+    Starts from `truncated_svd`; keeps the best of all sweeps, so the loss never rises. sweeps=0 is the
+    truncated SVD with up-projections fitted to it.
     """
     E = orthonormal_rows(truncated_svd(blocks, rank, covariance)[0])
     ups = fit_ups(blocks, E)

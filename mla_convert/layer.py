@@ -1,6 +1,7 @@
 """One attention layer in latent form, and its expanded evaluation.
 
-Symbols (DeepSeek-V2, arXiv:2405.04434, section 2.1; rows are outputs, so a token's vector h is mapped by ``h @ W.T``):
+Symbols (DeepSeek-V2, arXiv:2405.04434, section 2.1; rows are outputs, so a token's vector h is mapped by ``h
+@ W.T``):
 
     c_t    = W_DKV h_t                      latent, kv_lora_rank numbers, cached, never rotated
     k_pe_t = rotate(W_KR h_t, t)            qk_rope_head_dim numbers, cached, shared by all heads
@@ -9,7 +10,8 @@ Symbols (DeepSeek-V2, arXiv:2405.04434, section 2.1; rows are outputs, so a toke
     q_t,i  = [W_UQ,i h_t ; rotate(W_QR,i h_t, t)]
     out_t  = sum_i W_O,i sum_s softmax_s(scale q_t,i . k_s,i) v_s,i
 
-Rotating rows are interleaved: rows 2s and 2s+1 are the real and imaginary part of slot s, as DeepSeek stores them.
+Rotating rows are interleaved: rows 2s and 2s+1 are the real and imaginary part of slot s, as DeepSeek stores
+them.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -23,8 +25,8 @@ from torch import Tensor
 class MLALayer:
     """The projections of one multi-head latent attention layer; all tensors share dtype and device.
 
-    softmax_scale multiplies the scores; inv_freq (fp64, radians per token) and attention_scaling (amplitude of cos
-    and sin) describe the rotation of the qk_rope_head_dim / 2 slots.
+    softmax_scale multiplies the scores; inv_freq (fp64, radians per token) and attention_scaling (amplitude
+    of cos and sin) describe the rotation of the qk_rope_head_dim / 2 slots.
     """
 
     W_UQ: Float[Tensor, "num_heads qk_nope_head_dim hidden_size"]
@@ -66,8 +68,8 @@ def rotate(
 ) -> Float[Tensor, "*batch tokens width"]:
     """Multiply slot s (numbers 2s, 2s+1 as one complex number) by amplitude * exp(i position inv_freq_s).
 
-    x is [batch, tokens, 2 slots] or [batch, heads, tokens, 2 slots].
-    Angles are taken in fp64 whatever x is, then rounded to x's type. Source: RoFormer, arXiv:2104.09864, eq. 34.
+    x is [batch, tokens, 2 slots] or [batch, heads, tokens, 2 slots]. Angles are taken in fp64 whatever x is,
+    then rounded to x's type. Source: RoFormer, arXiv:2104.09864, eq. 34.
     """
     angle = position_ids.to(torch.float64)[..., None] * inv_freq.to(torch.float64)
     cos, sin = (amplitude * angle.cos()).to(x.dtype), (amplitude * angle.sin()).to(x.dtype)
@@ -93,7 +95,10 @@ def attend_expanded(
     k_pe = rotate(hidden @ layer.W_KR.T, position_ids, layer.inv_freq, layer.attention_scaling)
     q_nope = torch.einsum("bte,hde->bhtd", hidden, layer.W_UQ)
     q_pe = rotate(
-        torch.einsum("bte,hde->bhtd", hidden, layer.W_QR), position_ids, layer.inv_freq, layer.attention_scaling
+        torch.einsum("bte,hde->bhtd", hidden, layer.W_QR),
+        position_ids,
+        layer.inv_freq,
+        layer.attention_scaling,
     )
     k_nope = torch.einsum("btr,hdr->bhtd", c, layer.W_UK)
     v = torch.einsum("btr,hdr->bhtd", c, layer.W_UV)

@@ -1,11 +1,11 @@
 """The RoPE step: which key directions keep rotating (the *slots*), and what losing the rotation costs.
 
-RoPE pairs of a source head are complex numbers. With chi_{h,l} the query of head h and kappa_{j,l} the key of KV head
-j at frequency theta_l, the score at distance D is Re sum_l conj(chi_{h,l}) kappa_{j,l} exp(-i theta_l D). A complex
-mix across KV heads at one frequency commutes with the rotation, so per frequency any number of directions of a
-num_key_value_heads-dimensional complex space may be kept in slots. The rest moves to the latent and loses its
-rotation, which is replaced by its mean over the attention mass, c_{h,l} = E exp(-i theta_l D), folded into the query.
-What is lost is the fraction 1 - |c|^2 of that component's score energy.
+RoPE pairs of a source head are complex numbers. With chi_{h,l} the query of head h and kappa_{j,l} the key of
+KV head j at frequency theta_l, the score at distance D is Re sum_l conj(chi_{h,l}) kappa_{j,l} exp(-i theta_l
+D). A complex mix across KV heads at one frequency commutes with the rotation, so per frequency any number of
+directions of a num_key_value_heads-dimensional complex space may be kept in slots. The rest moves to the
+latent and loses its rotation, which is replaced by its mean over the attention mass, c_{h,l} = E exp(-i
+theta_l D), folded into the query. What is lost is the fraction 1 - |c|^2 of that component's score energy.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from mla_convert.errors import BadOption, UnsupportedSource
 from mla_convert.families import SourceSpec
 from mla_convert.frequencies import inverse_frequencies
 
-FREQUENCY_TOLERANCE = 1e-6  # relative; config files hold theta' with 16 digits, classes compute in fp32 (6e-8)
+# Relative; config files hold theta' with 16 digits, classes compute in fp32 (6e-8).
+FREQUENCY_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,7 @@ class RopePlan:
 
 @dataclass(frozen=True, eq=False)
 class RopeSplit:
-    """One layer's query and key projections, divided into rotating slots and the part that rotates no more."""
+    """One layer's query and key projections, divided into rotating slots and what rotates no more."""
 
     W_UQ: Float[Tensor, "num_heads source_head_dim hidden_size"]  # mean rotation folded in
     W_QR: Float[Tensor, "num_heads qk_rope_head_dim hidden_size"]
@@ -53,30 +54,32 @@ class RopeSplit:
 
 
 def ladder_strides(source_head_dim: int, qk_rope_head_dim: int) -> list[int]:
-    """Strides at which `qk_rope_head_dim` / 2 slots fit on the source's frequencies 0, stride, 2 stride, ..."""
+    """Strides at which qk_rope_head_dim / 2 slots fit on the source's frequencies 0, stride, 2 stride, ..."""
     slots, pairs = qk_rope_head_dim // 2, source_head_dim // 2
     return [s for s in range(1, pairs + 1) if s * (slots - 1) < pairs and (slots > 1 or s == 1)]
 
 
 def ladder_plan(spec: SourceSpec, qk_rope_head_dim: int, stride: int) -> RopePlan:
-    """Slots on every stride-th source frequency, which a plain rope_theta expresses: theta' = theta^(stride p / d).
+    """Slots on every stride-th source frequency: a plain rope_theta theta' = theta^(stride p / d).
 
-    Scalings that act on each frequency alone (linear, llama3) commute with taking a subset. The vector the target
-    class will compute is compared with the source's. Raises BadOption where the slots do not fit, UnsupportedSource
-    where the frequencies differ.
+    Scalings that act on each frequency alone (linear, llama3) commute with taking a subset. The vector the
+    target class will compute is compared with the source's. Raises BadOption where the slots do not fit,
+    UnsupportedSource where the frequencies differ.
     """
     pairs, slots = spec.source_head_dim // 2, qk_rope_head_dim // 2
     if stride not in ladder_strides(spec.source_head_dim, qk_rope_head_dim):
         raise BadOption(
             f"qk_rope_head_dim={qk_rope_head_dim} needs {slots} frequencies, and rope_stride={stride} leaves "
-            f"{-(-pairs // stride)} of the source's {pairs}; use --qk-rope-head-dim {2 * -(-pairs // stride)} or less, "
-            "or a smaller --rope-stride"
+            f"{-(-pairs // stride)} of the source's {pairs}; use --qk-rope-head-dim "
+            f"{2 * -(-pairs // stride)} or less, or a smaller --rope-stride"
         )
     index = tuple(range(0, stride * slots, stride))
     theta = float(spec.rope_parameters["rope_theta"])
     parameters = dict(spec.rope_parameters)
     parameters["rope_theta"] = theta ** (stride * qk_rope_head_dim / spec.source_head_dim)
-    check_frequencies(inverse_frequencies(parameters, qk_rope_head_dim), spec.inv_freq[list(index)], parameters)
+    check_frequencies(
+        inverse_frequencies(parameters, qk_rope_head_dim), spec.inv_freq[list(index)], parameters
+    )
     return RopePlan(index, parameters, stride)
 
 
@@ -109,8 +112,8 @@ def check_frequencies(written: Tensor, wanted: Tensor, parameters: dict[str, Any
     error = ((written - wanted).abs() / wanted.abs()).max().item()
     if not error <= FREQUENCY_TOLERANCE:
         raise UnsupportedSource(
-            f"rope_type {parameters['rope_type']!r}: the stock class would rotate by other frequencies than the source "
-            f"(relative difference {error:.1e}, allowed {FREQUENCY_TOLERANCE:.0e}); use --lossless"
+            f"rope_type {parameters['rope_type']!r}: the stock class would rotate by other frequencies than "
+            f"the source (relative difference {error:.1e}, allowed {FREQUENCY_TOLERANCE:.0e}); use --lossless"
         )
 
 
@@ -130,8 +133,10 @@ def to_interleaved(pairs: Complex[Tensor, "*heads slots hidden"]) -> Float[Tenso
     return torch.stack((pairs.real, pairs.imag), dim=-2).flatten(-3, -2)
 
 
-def mean_rotation(histogram: Float[Tensor, "num_heads distances"], inv_freq: Tensor) -> Complex[Tensor, "num_heads pairs"]:
-    """c_{h,l} = E exp(-i theta_l D) over a histogram of attention by distance (design: |c| <= 1, 1 at theta 0)."""
+def mean_rotation(
+    histogram: Float[Tensor, "num_heads distances"], inv_freq: Tensor
+) -> Complex[Tensor, "num_heads pairs"]:
+    """c_{h,l} = E exp(-i theta_l D) over a histogram of attention by distance D; |c| <= 1."""
     distance = torch.arange(histogram.shape[1], dtype=torch.float64, device=histogram.device)
     phase = torch.polar(torch.ones_like(distance[:, None] * inv_freq), -distance[:, None] * inv_freq)
     mass = histogram / histogram.sum(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
@@ -149,37 +154,38 @@ def split_rope(
 ) -> RopeSplit:
     """Choose each slot's direction and divide the projections; all fp64, arguments untouched.
 
-    covariance is the (weighted) second moment of the attention input over key positions, rotation is c (ones: a lost
-    rotation becomes the identity), query_energy the weight gamma_h E|chi_{h,l}|^2 of each query pair and lost_fraction
-    the part of it that a lost rotation costs (1 - |c|^2). At frequency l the slots take the leading Hermitian
-    eigenvectors of N^1/2 S_l N^1/2, S_l the covariance of the keys across KV heads, N the diagonal of the lost
-    energies sum_{h in j} query_energy lost_fraction.
+    covariance is the (weighted) second moment of the attention input over key positions, rotation is c (ones:
+    a lost rotation becomes the identity), query_energy the weight gamma_h E|chi_{h,l}|^2 of each query pair
+    and lost_fraction the part of it that a lost rotation costs (1 - |c|^2). At frequency l the slots take the
+    leading Hermitian eigenvectors of N^1/2 S_l N^1/2, S_l the covariance of the keys across KV heads, N the
+    diagonal of the lost energies sum_{h in j} query_energy lost_fraction.
     """
     query, key = to_complex(W_Q), to_complex(W_K)
     groups, per_group = W_K.shape[0], W_Q.shape[0] // W_K.shape[0]
     # A frequency that loses nothing still prefers its strongest direction, hence the floor.
     lost = (query_energy * lost_fraction.clamp_min(1e-9)).unflatten(0, (groups, per_group)).sum(1)
     slots_of: dict[int, list[int]] = {}
-    for slot, l in enumerate(plan.source_index):
-        slots_of.setdefault(l, []).append(slot)
+    for slot, pair in enumerate(plan.source_index):
+        slots_of.setdefault(pair, []).append(slot)
 
     W_KR = key.new_zeros(len(plan.source_index), key.shape[2])
     W_QR = query.new_zeros(W_Q.shape[0], len(plan.source_index), query.shape[2])
     rest, cost = key.clone(), 0.0
-    for l in range(key.shape[1]):
-        slots = slots_of.get(l, [])
-        if len(slots) == groups:  # everything at this frequency is kept: one slot per KV head, no basis needed
+    for pair in range(key.shape[1]):
+        slots = slots_of.get(pair, [])
+        if len(slots) == groups:
+            # Everything at this frequency is kept: one slot per KV head, no basis needed.
             into, back = (torch.eye(groups, dtype=key.dtype, device=key.device),) * 2
         else:
-            weight = lost[:, l].clamp_min(torch.finfo(torch.float64).tiny).sqrt()
-            weighted = key[:, l] * weight[:, None]
+            weight = lost[:, pair].clamp_min(torch.finfo(torch.float64).tiny).sqrt()
+            weighted = key[:, pair] * weight[:, None]
             energy, basis = torch.linalg.eigh(weighted @ covariance.to(key.dtype) @ weighted.mH)
             kept = basis[:, groups - len(slots) :]
             cost += energy[: groups - len(slots)].clamp_min(0).sum().item()
             into, back = kept.mH * weight, kept / weight[:, None]  # kappa = back into kappa + rest
-        W_KR[slots] = into @ key[:, l]
-        W_QR[:, slots] = query[:, l, None] * back.conj().repeat_interleave(per_group, 0)[:, :, None]
-        rest[:, l] -= back @ (into @ key[:, l])
+        W_KR[slots] = into @ key[:, pair]
+        W_QR[:, slots] = query[:, pair, None] * back.conj().repeat_interleave(per_group, 0)[:, :, None]
+        rest[:, pair] -= back @ (into @ key[:, pair])
     return RopeSplit(
         W_UQ=to_half_split(query * rotation.conj()[:, :, None]),
         W_QR=to_interleaved(W_QR),

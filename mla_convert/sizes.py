@@ -1,4 +1,4 @@
-"""Which sizes a recipe allows for a source: latent rank and rotating slots, checked before anything is computed."""
+"""Which latent ranks and rotating slots a recipe allows for a source, checked before anything is computed."""
 
 from dataclasses import dataclass
 
@@ -28,12 +28,12 @@ def source_numbers(spec: SourceSpec) -> int:
 
 
 def full_rank(spec: SourceSpec, qk_rope_head_dim: int) -> int:
-    """Rank of [W_K; W_V] left after `qk_rope_head_dim` rotating dimensions: what a lossless latent would take."""
+    """Rank of [W_K; W_V] left after `qk_rope_head_dim` rotating dimensions."""
     return min(spec.hidden_size, source_numbers(spec) - qk_rope_head_dim)
 
 
 def allowed_sizes(recipe: ConvertRecipe, spec: SourceSpec) -> list[Size]:
-    """Every size the recipe leaves open, at least one. Raises BadOption for ranks or strides that do not fit."""
+    """Every size the recipe leaves open, at least one. Raises BadOption for what does not fit."""
     if recipe.lossless:
         return [Size(spec.num_key_value_heads * spec.source_head_dim, lossless_plan(spec))]
     if recipe.cache_ratio is not None:
@@ -42,13 +42,14 @@ def allowed_sizes(recipe: ConvertRecipe, spec: SourceSpec) -> list[Size]:
     rank, rope = recipe.kv_lora_rank, recipe.qk_rope_head_dim
     if rope > spec.source_head_dim:
         raise BadOption(
-            f"qk_rope_head_dim={rope} exceeds {spec.source_head_dim}, the source's head width, and the ladder has one "
-            f"slot per frequency; use --qk-rope-head-dim {spec.source_head_dim} or less, or --lossless"
+            f"qk_rope_head_dim={rope} exceeds {spec.source_head_dim}, the source's head width, and the "
+            "ladder has one slot per frequency; "
+            f"use --qk-rope-head-dim {spec.source_head_dim} or less, or --lossless"
         )
     if rank > full_rank(spec, rope):
         raise BadOption(
-            f"kv_lora_rank={rank} exceeds {full_rank(spec, rope)}, the rank of [W_K; W_V] left after {rope} rotating "
-            f"dimensions; use --kv-lora-rank {full_rank(spec, rope)} or less"
+            f"kv_lora_rank={rank} exceeds {full_rank(spec, rope)}, the rank of [W_K; W_V] left after {rope} "
+            f"rotating dimensions; use --kv-lora-rank {full_rank(spec, rope)} or less"
         )
     return [Size(rank, plan) for plan in _plans(recipe, spec, rope)]
 
@@ -70,9 +71,9 @@ def _split_sizes(recipe: ConvertRecipe, spec: SourceSpec, ratio: float) -> list[
     ]
     if not sizes:
         raise BadOption(
-            f"cache_ratio={ratio} is {budget} of the source's {source_numbers(spec)} numbers per token and layer, which "
-            f"no split into a latent and {step} to {spec.source_head_dim} rotating numbers gives; give --kv-lora-rank "
-            "and --qk-rope-head-dim, or --lossless"
+            f"cache_ratio={ratio} is {budget} of the source's {source_numbers(spec)} numbers per token and "
+            f"layer, which no split into a latent and {step} to {spec.source_head_dim} rotating numbers "
+            "gives; give --kv-lora-rank and --qk-rope-head-dim, or --lossless"
         )
     return sizes
 

@@ -1,10 +1,11 @@
 """The stock layout: an MLALayer as the tensors of a DeepseekV3ForCausalLM layer, and back.
 
-Every engine applies an RMSNorm to the latent and none can switch it off. *eps domination* makes it linear: the latent
-rows of kv_a_proj_with_mqa are multiplied by a power of two alpha so small that mean((alpha c)^2) << eps, hence
-RMSNorm(alpha c) = w alpha c / sqrt(mean((alpha c)^2) + eps) = c for w = sqrt(eps) / alpha, with relative error
-mean((alpha c)^2) / (2 eps). Transformers fixes that eps to 1e-6 while others read rms_norm_eps, so rms_norm_eps is
-written as 1e-6 and the residual stream is rescaled where the source's differs: RMSNorm(S x; S^2 eps) = RMSNorm(x; eps).
+Every engine applies an RMSNorm to the latent and none can switch it off. *eps domination* makes it linear:
+the latent rows of kv_a_proj_with_mqa are multiplied by a power of two alpha so small that mean((alpha c)^2)
+<< eps, hence RMSNorm(alpha c) = w alpha c / sqrt(mean((alpha c)^2) + eps) = c for w = sqrt(eps) / alpha, with
+relative error mean((alpha c)^2) / (2 eps). Transformers fixes that eps to 1e-6 while others read
+rms_norm_eps, so rms_norm_eps is written as 1e-6 and the residual stream is rescaled where the source's
+differs: RMSNorm(S x; S^2 eps) = RMSNorm(x; eps).
 """
 
 import math
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mla_convert.checkpoint import Checkpoint
@@ -22,13 +22,14 @@ from mla_convert.layer import MLALayer
 from mla_convert.rope import RopePlan
 
 LATENT_NORM_EPS = 1e-6  # hard-coded in transformers' DeepSeek classes
-# Largest root mean square the scaled latent may reach for any input: relative error of the norm <= 1e-14 / 2e-6 = 5e-9,
-# below fp32 rounding (6e-8), while 1e-7 is far above the smallest normal bfloat16 or float32 number (1e-38).
+# Largest root mean square the scaled latent may reach for any input: relative error of the norm <= 1e-14 /
+# 2e-6 = 5e-9, below fp32 rounding (6e-8), while 1e-7 is far above the smallest normal bfloat16 or float32
+# number (1e-38).
 SCALED_LATENT_RMS = 1e-7
 
 
 def residual_scale(rms_norm_eps: float) -> float:
-    """S such that the model with residual stream S x and eps 1e-6 equals the source with x and rms_norm_eps."""
+    """S such that residual stream S x with eps 1e-6 equals the source's x with rms_norm_eps."""
     # Sources that say 1e-6 in float32 (GGUF) must not be rescaled by a rounding error.
     if math.isclose(rms_norm_eps, LATENT_NORM_EPS, rel_tol=1e-6):
         return 1.0
@@ -46,22 +47,24 @@ def latent_rms_bound(W_DKV: Tensor, norm_weight: Tensor) -> float:
 
 
 def latent_alpha(W_DKV: Tensor, norm_weight: Tensor, scaled_rms: float = SCALED_LATENT_RMS) -> float:
-    """The power of two that keeps the latent's rms below `scaled_rms` for every input; 1 for a zero latent."""
+    """The power of two that keeps the latent's rms below `scaled_rms` for any input; 1 for a zero latent."""
     bound = latent_rms_bound(W_DKV, norm_weight)
     return 2.0 ** math.floor(math.log2(scaled_rms / bound)) if bound > 0 else 1.0
 
 
 def interleave_heads(a: Tensor, b: Tensor) -> Tensor:
-    """[heads, x, n] and [heads, y, n] -> [heads (x + y), n], packed per head as DeepSeek packs q_proj and kv_b_proj."""
+    """[heads, x, n], [heads, y, n] -> [heads (x + y), n], as DeepSeek packs q_proj and kv_b_proj per head."""
     return torch.cat((a, b), dim=1).flatten(0, 1)
 
 
-def to_stock(layer: MLALayer, norm_weight: Tensor, scale: float, scaled_rms: float = SCALED_LATENT_RMS) -> dict[str, Tensor]:
-    """The self_attn tensors of a DeepseekV3 layer, keyed by their name below `self_attn.`, in the layer's dtype.
+def to_stock(
+    layer: MLALayer, norm_weight: Tensor, scale: float, scaled_rms: float = SCALED_LATENT_RMS
+) -> dict[str, Tensor]:
+    """The self_attn tensors of a DeepseekV3 layer by their names below `self_attn.`, in `layer`'s dtype.
 
-    norm_weight [hidden_size] is the weight of the layer's input norm (for the bound on the latent), scale the factor
-    on the residual stream. DeepSeek's softmax scale is (qk_nope_head_dim + qk_rope_head_dim)^-0.5; the ratio to the
-    source's is folded into the query.
+    norm_weight [hidden_size] is the weight of the layer's input norm (for the bound on the latent), scale the
+    factor on the residual stream. DeepSeek's softmax scale is (qk_nope_head_dim + qk_rope_head_dim)^-0.5; the
+    ratio to the source's is folded into the query.
     """
     nope, rope = layer.W_UQ.shape[1], layer.qk_rope_head_dim
     query_gain = layer.softmax_scale * math.sqrt(nope + rope)
@@ -69,7 +72,9 @@ def to_stock(layer: MLALayer, norm_weight: Tensor, scale: float, scaled_rms: flo
     tensors = {
         "q_proj.weight": interleave_heads(layer.W_UQ, layer.W_QR) * query_gain,
         "kv_a_proj_with_mqa.weight": torch.cat((layer.W_DKV * alpha, layer.W_KR)),
-        "kv_a_layernorm.weight": layer.W_DKV.new_full((layer.kv_lora_rank,), math.sqrt(LATENT_NORM_EPS) / alpha),
+        "kv_a_layernorm.weight": layer.W_DKV.new_full(
+            (layer.kv_lora_rank,), math.sqrt(LATENT_NORM_EPS) / alpha
+        ),
         "kv_b_proj.weight": interleave_heads(layer.W_UK, layer.W_UV),
         "o_proj.weight": layer.W_O.transpose(0, 1).flatten(1) * scale,
     }
@@ -77,10 +82,10 @@ def to_stock(layer: MLALayer, norm_weight: Tensor, scale: float, scaled_rms: flo
 
 
 def from_stock(tensors: dict[str, Tensor], config: dict[str, Any], inv_freq: Tensor) -> MLALayer:
-    """The MLALayer that the self_attn tensors of a dense DeepSeek layer hold, with the latent norm taken as linear.
+    """The MLALayer in the self_attn tensors of a dense DeepSeek layer, the latent norm taken as linear.
 
-    Valid where eps domination holds (checked by `verify`, which compares with the class itself). The residual scale
-    stays in W_O: outputs are those of the written model.
+    Valid where eps domination holds (checked by `verify`, which compares with the class itself). The residual
+    scale stays in W_O: outputs are those of the written model.
     """
     heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
     nope, rope, v_width = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
@@ -101,11 +106,13 @@ def from_stock(tensors: dict[str, Tensor], config: dict[str, Any], inv_freq: Ten
     )
 
 
-def stock_config(spec: SourceSpec, kv_lora_rank: int, qk_nope_head_dim: int, plan: RopePlan, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the converted model. Token ids come from the source; nothing is left to DeepSeek's defaults.
+def stock_config(
+    spec: SourceSpec, kv_lora_rank: int, qk_nope_head_dim: int, plan: RopePlan, dtype: torch.dtype
+) -> dict[str, Any]:
+    """config.json of the converted model; nothing is left to DeepSeek's defaults.
 
-    first_k_dense_replace equals the number of layers, so no expert is ever built; the expert fields are integers
-    because transformers and other engines insist on them.
+    Token ids come from the source. first_k_dense_replace equals the number of layers, so no expert is ever
+    built; the expert fields are integers because transformers and other engines insist on them.
     """
     source = spec.config
     config = {
@@ -116,7 +123,8 @@ def stock_config(spec: SourceSpec, kv_lora_rank: int, qk_nope_head_dim: int, pla
         "intermediate_size": spec.intermediate_size,
         "num_hidden_layers": spec.num_hidden_layers,
         "num_attention_heads": spec.num_attention_heads,
-        "num_key_value_heads": spec.num_attention_heads,  # what the classes expand to; not the source's group count
+        # What the classes expand to, not the source's group count.
+        "num_key_value_heads": spec.num_attention_heads,
         "q_lora_rank": None,
         "kv_lora_rank": kv_lora_rank,
         "qk_nope_head_dim": qk_nope_head_dim,
@@ -161,7 +169,7 @@ def read_stock_layer(folder: str | Path, layer: int, dtype: torch.dtype = torch.
 
 
 def written_frequencies(config: dict[str, Any]) -> Tensor:
-    """fp64 [qk_rope_head_dim / 2] radians per token that a written config.json means (longrope: its factor list)."""
+    """fp64 [qk_rope_head_dim / 2] radians per token of a written config.json (longrope: from its factors)."""
     rope, width = config["rope_parameters"], config["qk_rope_head_dim"]
     if rope["rope_type"] != "longrope":
         return inverse_frequencies(rope, width)

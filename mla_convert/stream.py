@@ -1,7 +1,7 @@
-"""Runs windows of tokens through a checkpoint one layer at a time: one layer's weights are in memory, and the states.
+"""Runs windows of tokens through a checkpoint, one layer's weights and the states in memory.
 
-The layers are transformers' own decoder layers, so norms, MLPs and residuals are computed by the reference; only the
-attention is observed (calibration) or replaced by its latent form (held-out checks, healing).
+The layers are transformers' own decoder layers, so norms, MLPs and residuals are computed by the reference;
+only the attention is observed (calibration) or replaced by its latent form (held-out checks, healing).
 """
 
 from collections.abc import Callable
@@ -17,15 +17,22 @@ from mla_convert.families import SourceSpec, global_tensors, layer_tensors
 from mla_convert.layer import MLALayer, attend_expanded
 
 Hidden = Float[Tensor, "windows tokens hidden_size"]
-# One window: (attention input [tokens, hidden_size], rotated queries [num_heads, tokens, head_dim], rotated keys and
-# values [num_key_value_heads, tokens, head_dim], softmax scale) -> outputs of the heads [num_heads, tokens, head_dim].
+# One window: (attention input [tokens, hidden_size], rotated queries [num_heads, tokens, head_dim], rotated
+# keys and values [num_key_value_heads, tokens, head_dim], softmax scale) -> outputs of the heads [num_heads,
+# tokens, head_dim].
 Observer = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 OBSERVED = "mla_convert_observed"
 
 
 def _observed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     observer, hidden = module.mla_observer, module.mla_input
     outputs = [observer(*window, scaling) for window in zip(hidden, query, key, value, strict=True)]
@@ -49,14 +56,16 @@ class LatentAttention(nn.Module):
 
 
 class LayerStream:
-    """The source, layer by layer, in float32 on `device`; hidden states may live elsewhere (they are moved by batch)."""
+    """The source in float32, one layer on `device`; hidden states stay on the CPU and are moved by batch."""
 
     def __init__(self, checkpoint: Checkpoint, spec: SourceSpec, device: torch.device, batch: int = 4):
         self.checkpoint, self.spec, self.device, self.batch = checkpoint, spec, device, batch
         config = dict(spec.config)
         self.config = AutoConfig.for_model(config.pop("model_type"), **config)
         with torch.device("meta"):
-            self.skeleton = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa", dtype=torch.float32)
+            self.skeleton = AutoModelForCausalLM.from_config(
+                self.config, attn_implementation="sdpa", dtype=torch.float32
+            )
         self.rotary = type(self.skeleton.model.rotary_emb)(self.config).to(device)
 
     def _weight(self, name: str) -> Tensor:
@@ -70,9 +79,11 @@ class LayerStream:
     def load(self, index: int) -> nn.Module:
         """Decoder layer `index` with the source's weights; the previous one is given up by the caller."""
         with torch.device("meta"):
-            layer = type(self.skeleton.model.layers[0])(self.skeleton.config, index)
+            layer: nn.Module = type(self.skeleton.model.layers[0])(self.skeleton.config, index)
         prefix = self.layer_prefix(index)
-        state = {name.removeprefix(prefix): self._weight(name) for name in layer_tensors(self.spec, index).values()}
+        state = {
+            name.removeprefix(prefix): self._weight(name) for name in layer_tensors(self.spec, index).values()
+        }
         layer.load_state_dict(state, assign=True)
         return layer.requires_grad_(False).eval()
 
@@ -83,10 +94,10 @@ class LayerStream:
 
     @torch.no_grad()
     def run(self, layer: nn.Module, states: Hidden, observer: Observer | None = None) -> Hidden:
-        """The states after `layer`; with an observer, its attention is computed by the observer, window by window."""
+        """The states after `layer`; an observer, if given, computes its attention, window by window."""
         handle = None
         if observer is not None:
-            attention = layer.self_attn
+            attention: Any = layer.self_attn
             attention.mla_observer = observer
             handle = attention.register_forward_pre_hook(_keep_input, with_kwargs=True)
         self.skeleton.config._attn_implementation = OBSERVED if observer is not None else "sdpa"
@@ -110,9 +121,10 @@ class LayerStream:
         total = 0.0
         for state, tokens in zip(states, ids, strict=True):
             logits = norm(state.to(self.device))[:-1] @ head.T
-            total += nn.functional.cross_entropy(logits, tokens[1:].to(self.device), reduction="sum").double().item()
+            loss = nn.functional.cross_entropy(logits, tokens[1:].to(self.device), reduction="sum")
+            total += loss.double().item()
         return total / (ids.shape[0] * (ids.shape[1] - 1))
 
 
-def _keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     module.mla_input = kwargs.get("hidden_states", args[0] if args else None)

@@ -1,7 +1,7 @@
-"""Lazy in, atomic out: tensors go shard by shard into a staging folder, which becomes the target in one rename.
+"""Atomic output: tensors go shard by shard into a staging folder, which becomes the target in one rename.
 
-config.json is written last, so a folder left by a killed run loads nowhere; leftovers of dead runs are removed by the
-next one.
+config.json is written last, so a folder left by a killed run loads nowhere; leftovers of dead runs are
+removed by the next one.
 """
 
 import errno
@@ -9,10 +9,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Self
+from typing import Any, Self
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,10 +27,17 @@ class FolderWriter:
     """Collects tensors and files of one checkpoint and publishes them as `out` by `commit`.
 
     Use as a context manager: leaving it without `commit`, by error or interrupt, removes the staging folder.
-    Raises TargetExists for a target that must not be replaced, MlaConvertError when the disk is (or runs) full.
+    Raises TargetExists for a target that must not be replaced, MlaConvertError when the disk is (or runs)
+    full.
     """
 
-    def __init__(self, out: str | Path, expected_bytes: int, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES):
+    def __init__(
+        self,
+        out: str | Path,
+        expected_bytes: int,
+        overwrite: bool = False,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ):
         self.out = Path(out).absolute()
         self.overwrite = overwrite
         self.max_shard_bytes = max_shard_bytes
@@ -51,7 +58,7 @@ class FolderWriter:
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor (cloned, so shared or non-contiguous storage is safe); flushes a shard when it is full."""
+        """Take one tensor, cloned, so shared or non-contiguous storage is safe; writes full shards."""
         data = tensor.detach().cpu().contiguous().clone()
         size = data.numel() * data.element_size()
         if self._open and self._open_bytes + size > self.max_shard_bytes:
@@ -66,7 +73,7 @@ class FolderWriter:
         self._open, self._open_bytes = {}, 0
 
     def commit(self, files: dict[str, str], copies: Iterable[Path], config: dict[str, Any]) -> None:
-        """Write the index, `files` (name to text), `copies`, and last config.json; then rename the folder to `out`."""
+        """Write the index, `files` (name to text), `copies`, last config.json; rename the folder to `out`."""
         if self._open:
             self._flush()
         with full_disk_is_named(self.staging):
@@ -109,7 +116,9 @@ def check_target(out: Path, overwrite: bool) -> None:
     if not any(out.iterdir()):
         return
     if not overwrite:
-        raise TargetExists(f"{out} is not empty ({len(list(out.iterdir()))} entries); use --overwrite or another OUT")
+        raise TargetExists(
+            f"{out} is not empty ({len(list(out.iterdir()))} entries); use --overwrite or another OUT"
+        )
     if not (out / RECORD).is_file():
         raise TargetExists(
             f"--overwrite replaces only folders written by mla-convert, and {out} holds no {RECORD}; "
@@ -123,21 +132,22 @@ def check_space(out: Path, expected_bytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < expected_bytes:
         raise MlaConvertError(
-            f"no space left: the checkpoint needs {expected_bytes / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB "
-            "free; free some space or choose an OUT on another disk"
+            f"no space left: the checkpoint needs {expected_bytes / 1e9:.2f} GB and {parent} has "
+            f"{free / 1e9:.2f} GB free; free some space or choose an OUT on another disk"
         )
 
 
 @contextmanager
 def full_disk_is_named(folder: Path) -> Iterator[None]:
-    """Turn ENOSPC, from Python or from the safetensors writer, into a clear error; nothing is left behind by the caller."""
+    """Turn ENOSPC, from Python or from the safetensors writer, into a clear error."""
     try:
         yield
     except Exception as error:
         # safetensors wraps the system error in its own class and keeps only the text.
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             raise MlaConvertError(
-                f"no space left on the disk of {folder.parent}; nothing was written; choose an OUT on another disk"
+                f"no space left on the disk of {folder.parent}; nothing was written; "
+                "choose an OUT on another disk"
             ) from error
         raise
 
