@@ -108,7 +108,8 @@ def run_converted(
         detail = f"logits {list(logits.shape)}, source {list(facts.logits.shape)}"
         return [*checks, Check("same vocabulary", False, None, None, detail)]
     lossless = bool(record.get("lossless", False))
-    checks += check_models.agrees(facts.logits, logits.cpu(), facts.bf16_logits, lossless)
+    rounded = torch.bfloat16 in {header.dtype for header in Checkpoint.open(folder).headers.values()}
+    checks += check_models.agrees(facts.logits, logits.cpu(), facts.bf16_logits, lossless, rounded)
     with report.progress("decoding", "tokens", 3 * len(ids)) as advance:
         checks += check_models.cache_is_exact(model, ids, logits, advance)
     checks += check_models.padding_is_inert(model, ids)
