@@ -5,9 +5,9 @@ removed by the next one.
 """
 
 import errno
+import glob
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,18 +17,19 @@ from typing import Any, Self
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mla_convert.errors import MlaConvertError, TargetExists
+from mla_convert.errors import BadOption, MlaConvertError, TargetExists
 
 MAX_SHARD_BYTES = 4 * 1024**3
 RECORD = "conversion.json"
+TEMPLATES = "additional_chat_templates"  # transformers' name
 
 
 class FolderWriter:
     """Collects tensors and files of one checkpoint and publishes them as `out` by `commit`.
 
     Use as a context manager: leaving it without `commit`, by error or interrupt, removes the staging folder.
-    Raises TargetExists for a target that must not be replaced, MlaConvertError when the disk is (or runs)
-    full.
+    Raises TargetExists for a target that must not be replaced, BadOption for one that cannot be made,
+    MlaConvertError when the disk is (or runs) full.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class FolderWriter:
         overwrite: bool = False,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ):
-        self.out = Path(out).absolute()
+        self.out = Path(out).resolve()  # staging must be on the disk that a linked folder is on
         self.overwrite = overwrite
         self.max_shard_bytes = max_shard_bytes
         check_target(self.out, overwrite)
@@ -50,7 +51,7 @@ class FolderWriter:
 
     def __enter__(self) -> Self:
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale_staging(self.out)
+        remove_stale(self.out, "partial")
         self.staging.mkdir()
         return self
 
@@ -79,7 +80,9 @@ class FolderWriter:
         with full_disk_is_named(self.staging):
             self._name_shards()
             for source in copies:
-                shutil.copyfile(source, self.staging / source.name)
+                target = self.staging / place_of(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(source, target)
             for name, text in files.items():
                 (self.staging / name).write_text(text, encoding="utf-8")
             (self.staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -103,12 +106,28 @@ class FolderWriter:
         replaced = self.out.parent / f".{self.out.name}.replaced-{os.getpid()}"
         if self.out.exists():
             self.out.rename(replaced)
-        self.staging.rename(self.out)
+        try:
+            self.staging.rename(self.out)
+        except BaseException:
+            if replaced.exists() and not self.out.exists():
+                replaced.rename(self.out)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
+        remove_stale(self.out, "replaced")
+
+
+def place_of(sidecar: Path) -> Path:
+    """Where a copied file belongs in a checkpoint folder: templates by name have a folder of their own."""
+    return Path(TEMPLATES, sidecar.name) if sidecar.parent.name == TEMPLATES else Path(sidecar.name)
 
 
 def check_target(out: Path, overwrite: bool) -> None:
-    """Refuse a target that holds anything, unless `overwrite` is given and it holds an earlier conversion."""
+    """Refuse a target that cannot be made, or that holds anything but an earlier conversion to overwrite."""
+    parent = nearest_parent(out)
+    if not parent.is_dir():
+        raise BadOption(f"OUT is {out}, but {parent} is a file, not a folder; choose another OUT")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise BadOption(f"OUT is {out}, but {parent} is not writable; choose another OUT")
     if not out.exists():
         return
     if not out.is_dir():
@@ -126,9 +145,14 @@ def check_target(out: Path, overwrite: bool) -> None:
         )
 
 
+def nearest_parent(out: Path) -> Path:
+    """The innermost folder above `out` that exists."""
+    return next(p for p in (out.parent, *out.parents) if p.exists())  # "/" is its own parent
+
+
 def check_space(out: Path, expected_bytes: int) -> None:
     """Refuse to begin when the disk of `out` has less free than the checkpoint needs."""
-    parent = next(p for p in out.parents if p.exists())
+    parent = nearest_parent(out)
     free = shutil.disk_usage(parent).free
     if free < expected_bytes:
         raise MlaConvertError(
@@ -152,11 +176,11 @@ def full_disk_is_named(folder: Path) -> Iterator[None]:
         raise
 
 
-def remove_stale_staging(out: Path) -> None:
-    """Delete staging folders of the same target whose process is gone."""
-    for folder in out.parent.glob(f".{out.name}.partial-*"):
-        found = re.fullmatch(r".*\.partial-(\d+)", folder.name)
-        if found and not _alive(int(found.group(1))):
+def remove_stale(out: Path, kind: str) -> None:
+    """Delete the hidden folders `kind` (partial or replaced) of the same target whose process is gone."""
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.{kind}-*"):
+        pid = folder.name.rpartition("-")[2]
+        if pid.isdecimal() and not _alive(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
