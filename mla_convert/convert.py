@@ -86,9 +86,8 @@ def convert(recipe: ConvertRecipe) -> ConvertResult:
     done: list[Stage] = []
     writer = FolderWriter(recipe.out, expected_bytes(job), recipe.overwrite)
     with TemporaryDirectory(prefix="mla_convert_") as scratch:
-        ids, text = _read_text(job)
+        ids, held_out, text = _read_text(job)
         stream = LayerStream(checkpoint, spec, job.device)
-        held_out, ids = ids[: len(ids) - recipe.calib_windows], ids[-recipe.calib_windows :]
         if job.needs_text:
             with stage("calibrate", done):
                 calibrate(stream, ids, Path(scratch), recipe.seed)
@@ -180,22 +179,23 @@ def source_attention(job: Job, layer: int) -> SourceAttention:
     )
 
 
-def _read_text(job: Job) -> tuple[Tensor, str | None]:
-    """Windows [windows, tokens] and the text's hash; more than calib_windows where sizes are compared."""
-    recipe = job.recipe
+def _read_text(job: Job) -> tuple[Tensor, Tensor, str | None]:
+    """Calibration windows, held-out windows (where sizes are compared) [windows, tokens], the text's hash."""
+    recipe, none = job.recipe, torch.zeros(0, 0, dtype=torch.int64)
     if not job.needs_text:
-        return torch.zeros(0, 0, dtype=torch.int64), None
+        return none, none, None
     documents = read_documents(recipe.calib_data, part="calib")
-    held_out = -(-recipe.calib_windows // HELD_OUT_SHARE) if len(job.sizes) > 1 else 0
-    ids = token_windows(
-        load_tokenizer(recipe.source), documents, recipe.window, recipe.calib_windows + held_out
-    )
+    extra = -(-recipe.calib_windows // HELD_OUT_SHARE) if len(job.sizes) > 1 else 0
+    ids = token_windows(load_tokenizer(recipe.source), documents, recipe.window, recipe.calib_windows + extra)
+    # A text shorter than asked for is shared out in the same proportion; one window is for calibration.
+    extra = min(extra, -(-len(ids) // (HELD_OUT_SHARE + 1)), len(ids) - 1)
+    held_out, ids = ids[:extra], ids[extra:]
     if ids.numel() < job.spec.hidden_size:
         logger.warning(
             "%d calibration tokens are fewer than hidden_size=%d, so some directions of the input are never "
             "seen; give more text or --calib-windows", ids.numel(), job.spec.hidden_size,
         )  # fmt: skip
-    return ids, text_hash(documents)
+    return ids, held_out, text_hash(documents)
 
 
 def _write_layers(job: Job, size: Size, writer: FolderWriter, assembled: Any) -> list[LayerReport]:

@@ -53,10 +53,15 @@ class RopeSplit:
     cost: float  # score energy lost by unrotated pairs, in the units of query_energy
 
 
+def stride_fits(source_head_dim: int, qk_rope_head_dim: int, stride: int) -> bool:
+    """Whether qk_rope_head_dim / 2 slots fit on the source's frequencies 0, stride, 2 stride, ..."""
+    return stride * (qk_rope_head_dim // 2 - 1) < source_head_dim // 2
+
+
 def ladder_strides(source_head_dim: int, qk_rope_head_dim: int) -> list[int]:
-    """Strides at which qk_rope_head_dim / 2 slots fit on the source's frequencies 0, stride, 2 stride, ..."""
-    slots, pairs = qk_rope_head_dim // 2, source_head_dim // 2
-    return [s for s in range(1, pairs + 1) if s * (slots - 1) < pairs and (slots > 1 or s == 1)]
+    """Strides that fit and differ: a single slot sits on frequency 0 whatever the stride."""
+    longest = source_head_dim // 2 if qk_rope_head_dim > 2 else 1
+    return [s for s in range(1, longest + 1) if stride_fits(source_head_dim, qk_rope_head_dim, s)]
 
 
 def ladder_plan(spec: SourceSpec, qk_rope_head_dim: int, stride: int) -> RopePlan:
@@ -67,7 +72,7 @@ def ladder_plan(spec: SourceSpec, qk_rope_head_dim: int, stride: int) -> RopePla
     UnsupportedSource where the frequencies differ.
     """
     pairs, slots = spec.source_head_dim // 2, qk_rope_head_dim // 2
-    if stride not in ladder_strides(spec.source_head_dim, qk_rope_head_dim):
+    if not stride_fits(spec.source_head_dim, qk_rope_head_dim, stride):
         raise BadOption(
             f"qk_rope_head_dim={qk_rope_head_dim} needs {slots} frequencies, and rope_stride={stride} leaves "
             f"{-(-pairs // stride)} of the source's {pairs}; use --qk-rope-head-dim "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from mla_convert.errors import BadOption
 from mla_convert.families import SourceSpec
 from mla_convert.recipe import ConvertRecipe
-from mla_convert.rope import RopePlan, ladder_plan, ladder_strides, lossless_plan
+from mla_convert.rope import RopePlan, ladder_plan, ladder_strides, lossless_plan, stride_fits
 
 SPLIT_STEPS = 8  # with --cache-ratio, qk_rope_head_dim is tried in steps of source_head_dim / 8
 
@@ -35,7 +35,8 @@ def full_rank(spec: SourceSpec, qk_rope_head_dim: int) -> int:
 def allowed_sizes(recipe: ConvertRecipe, spec: SourceSpec) -> list[Size]:
     """Every size the recipe leaves open, at least one. Raises BadOption for what does not fit."""
     if recipe.lossless:
-        return [Size(spec.num_key_value_heads * spec.source_head_dim, lossless_plan(spec))]
+        plan = lossless_plan(spec)
+        return [Size(full_rank(spec, plan.qk_rope_head_dim), plan)]
     if recipe.cache_ratio is not None:
         return _split_sizes(recipe, spec, recipe.cache_ratio)
     assert recipe.kv_lora_rank is not None and recipe.qk_rope_head_dim is not None  # the recipe checked it
@@ -79,7 +80,6 @@ def _split_sizes(recipe: ConvertRecipe, spec: SourceSpec, ratio: float) -> list[
 
 
 def _fitting_plans(recipe: ConvertRecipe, spec: SourceSpec, rope: int) -> list[RopePlan]:
-    strides = ladder_strides(spec.source_head_dim, rope)
-    if recipe.rope_stride != "auto" and int(recipe.rope_stride) not in strides:
+    if recipe.rope_stride != "auto" and not stride_fits(spec.source_head_dim, rope, int(recipe.rope_stride)):
         return []
     return _plans(recipe, spec, rope)

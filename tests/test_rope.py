@@ -339,6 +339,7 @@ def test_slots_that_do_not_fit_are_refused(spec: SourceSpec) -> None:
         ladder_plan(spec, 6, 3)
     with pytest.raises(BadOption, match="needs 6 frequencies, and rope_stride=1 leaves 5"):
         ladder_plan(spec, 12, 1)
+    assert ladder_plan(spec, 2, 9).source_index == (0,)  # one slot fits at any stride
 
 
 @given(st.integers(1, 20), st.integers(1, 20))
