@@ -15,7 +15,7 @@ from mla_convert.calibrate import LayerMoments, calibrate, moments_file
 from mla_convert.card import model_card
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.choose import choose
-from mla_convert.errors import BadOption, UnsupportedSource
+from mla_convert.errors import BadCheckpoint, BadOption, UnsupportedSource
 from mla_convert.factor import SWEEPS
 from mla_convert.families import SourceSpec, global_tensors, layer_tensors, read_spec
 from mla_convert.layer import MLALayer
@@ -187,6 +187,11 @@ def _read_text(job: Job) -> tuple[Tensor, Tensor, str | None]:
     documents = read_documents(recipe.calib_data, part="calib")
     extra = -(-recipe.calib_windows // HELD_OUT_SHARE) if len(job.sizes) > 1 else 0
     ids = token_windows(load_tokenizer(recipe.source), documents, recipe.window, recipe.calib_windows + extra)
+    if int(ids.max()) >= job.spec.vocab_size:
+        raise BadCheckpoint(
+            f"the tokenizer of {recipe.source} gives token id {int(ids.max())}, but config.json says "
+            f"vocab_size={job.spec.vocab_size}; put the model's own tokenizer there"
+        )
     # A text shorter than asked for is shared out in the same proportion; one window is for calibration.
     extra = min(extra, -(-len(ids) // (HELD_OUT_SHARE + 1)), len(ids) - 1)
     held_out, ids = ids[:extra], ids[extra:]
