@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists, UnsupportedSource
 from mla_convert.options import Recipe, resolve
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, VerifyRecipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
 if TYPE_CHECKING:
     from mla_convert.absorbed import absorb
     from mla_convert.convert import ConvertResult
     from mla_convert.demo import DemoResult
     from mla_convert.evaluate import EvalResult
+    from mla_convert.heal import HealResult
     from mla_convert.verify import VerifyResult
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "ConvertRecipe",
     "DemoRecipe",
     "EvalRecipe",
+    "HealRecipe",
     "MlaConvertError",
     "TargetExists",
     "UnsupportedSource",
@@ -42,6 +44,7 @@ __all__ = [
     "convert",
     "demo",
     "evaluate",
+    "heal",
     "verify",
 ]
 
@@ -56,6 +59,12 @@ def _verb(name: str, recipe: Recipe) -> Any:
 def convert(recipe: ConvertRecipe | None = None, **options: Any) -> "ConvertResult":
     """Convert a checkpoint; see ConvertRecipe. Raises MlaConvertError, and writes nothing then."""
     result: ConvertResult = _verb("convert", resolve(ConvertRecipe, recipe, options))
+    return result
+
+
+def heal(recipe: HealRecipe | None = None, **options: Any) -> "HealResult":
+    """Fit the layers of a conversion to its source again; see HealRecipe. Writes a new folder."""
+    result: HealResult = _verb("heal", resolve(HealRecipe, recipe, options))
     return result
 
 
@@ -87,7 +96,7 @@ class _Package(ModuleType):
     """Keeps `mla_convert.convert` the function: importing the submodule of that name would replace it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (isinstance(value, ModuleType) and name in ("convert", "verify", "evaluate", "demo")):
+        if not (isinstance(value, ModuleType) and name in ("convert", "heal", "verify", "evaluate", "demo")):
             super().__setattr__(name, value)
 
 

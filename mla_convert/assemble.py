@@ -149,9 +149,7 @@ def folded_rotation(rotation: Tensor) -> Float[Tensor, "num_heads source_head_di
     return torch.cat((torch.cat((re, im), dim=2), torch.cat((-im, re), dim=2)), dim=1)
 
 
-def _layer(
-    source: SourceAttention, split: RopeSplit, found: Factors, spec: SourceSpec, plan: RopePlan
-) -> MLALayer:
+def _layer(source: SourceAttention, split: RopeSplit, found: Factors, spec: SourceSpec, plan: RopePlan) -> MLALayer:
     groups = spec.num_key_value_heads
     per_group = spec.num_attention_heads // groups
     nope = 0 if plan.keeps_everything else spec.source_head_dim

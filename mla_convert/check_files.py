@@ -52,18 +52,12 @@ def source_accounted(source: Checkpoint, record: Mapping[str, Any]) -> list[Chec
     lost = sorted(names - consumed | set(written.get("leftover", [])))
     foreign = sorted(consumed - names)
     return [
-        _found(
-            "source files unchanged", changed, f"{len(hashes)} sha256 equal to conversion.json", "differ:"
-        ),
-        _found(
-            "source tensors consumed", lost + foreign, f"{len(names)} of {len(names)}", "not accounted for:"
-        ),
+        _found("source files unchanged", changed, f"{len(hashes)} sha256 equal to conversion.json", "differ:"),
+        _found("source tensors consumed", lost + foreign, f"{len(names)} of {len(names)}", "not accounted for:"),
     ]
 
 
-def config_is_stock(
-    source: Mapping[str, Any], converted: Mapping[str, Any], record: Mapping[str, Any]
-) -> list[Check]:
+def config_is_stock(source: Mapping[str, Any], converted: Mapping[str, Any], record: Mapping[str, Any]) -> list[Check]:
     """config.json of the converted folder against what every DeepSeek-V3 class needs and what the source
     says.
     """
@@ -82,9 +76,7 @@ def config_is_stock(
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     must |= {key: source[key] for key in (*same, "max_position_embeddings") if key in source}
     wrong = [
-        f"{key} {converted.get(key)!r}, needed {want!r}"
-        for key, want in must.items()
-        if converted.get(key) != want
+        f"{key} {converted.get(key)!r}, needed {want!r}" for key, want in must.items() if converted.get(key) != want
     ]
     if not isinstance(converted.get("n_routed_experts", 0), int):
         wrong.append(f"n_routed_experts {converted['n_routed_experts']!r}, needed an integer")
@@ -103,9 +95,7 @@ def config_is_stock(
     ]
     return [
         _found("config is stock DeepSeek-V3", wrong, f"{len(must) + 2} fields", ""),
-        _found(
-            "no source-only config key", leaked, f"none of {', '.join(NOT_CARRIED_OVER)}, head_dim", "leaked:"
-        ),
+        _found("no source-only config key", leaked, f"none of {', '.join(NOT_CARRIED_OVER)}, head_dim", "leaked:"),
         _found(
             "bos, eos, pad ids kept",
             tokens,
@@ -124,9 +114,7 @@ def tensors_are_stock(converted: Checkpoint) -> list[Check]:
         with torch.device("meta"):
             model = stock.from_config(AutoConfig.for_model(**converted.config))
     except Exception as error:  # whatever the config classes raise, the folder does not load
-        return [
-            Check("tensor names and shapes", False, detail=f"no class can be built from config.json: {error}")
-        ]
+        return [Check("tensor names and shapes", False, detail=f"no class can be built from config.json: {error}")]
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     held = {name: tuple(header.shape) for name, header in converted.headers.items()}
     wrong = [f"{name} missing" for name in sorted(expected.keys() - held.keys())]
@@ -138,9 +126,7 @@ def tensors_are_stock(converted: Checkpoint) -> list[Check]:
     ]
     dtypes = {str(header.dtype).removeprefix("torch.") for header in converted.headers.values()}
     half = [name for name, header in converted.headers.items() if header.dtype == torch.float16]
-    code = [
-        p.name for pattern in ("*.py", "*.bin", "*.pt", "*.pth") for p in Path(converted.path).glob(pattern)
-    ]
+    code = [p.name for pattern in ("*.py", "*.bin", "*.pt", "*.pth") for p in Path(converted.path).glob(pattern)]
     return [
         _found("tensor names and shapes", wrong, f"{len(held)} tensors, exactly the class's", ""),
         _found("no fp16 tensor", half, f"stored as {', '.join(sorted(dtypes))}", ""),
@@ -174,9 +160,7 @@ def tokenizer_kept(source: PreTrainedTokenizerBase, converted: PreTrainedTokeniz
     return _found("tokenizer and chat template kept", wrong, f"{len(converted)} tokens", "")
 
 
-def loads_cleanly(
-    missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: tuple[str, ...]
-) -> Check:
+def loads_cleanly(missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: tuple[str, ...]) -> Check:
     """transformers found every tensor it wanted and used every tensor it found."""
     wrong = [f"{name} missing" for name in missing] + [f"{name} unused" for name in unexpected]
     wrong += [f"{name} of another shape" for name in mismatched]

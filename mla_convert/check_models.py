@@ -24,9 +24,7 @@ from mla_convert.stock import read_stock_layer
 
 POSITIONS = (0, 1, 7, 100)  # and the last; RoPE layouts that differ agree at 0 and part from 1 on
 LOSSLESS_BOUND = 1e-4  # absolute, fp32 logits; SmolLM2-135M re-encoded exactly: 9.5e-5 at |logit| <= 40
-ROUNDED_BOUND = (
-    4.0  # KL of a lossless conversion stored in bf16 over that of the source stored in bf16: 1 expected
-)
+ROUNDED_BOUND = 4.0  # KL of a lossless conversion stored in bf16 over that of the source stored in bf16: 1 expected
 LOSSLESS_LOGITS = 40.0  # larger logits round more: the bound grows in proportion
 CACHE_BOUND = 1e-5  # of max |logit|, fp32; SmolLM2-135M: 2.4e-6 decoding one by one, 1.2e-6 padded
 CACHE_BYTES_BOUND = 1.05
@@ -90,9 +88,7 @@ def agrees(
     bound = bound if lossless and not rounded else None
     judged = overall.max_difference <= bound if bound is not None else None
     checks = [
-        Check(
-            "better than a uniform guess", overall.kl < uniform, overall.kl, uniform, "KL to the source, nats"
-        ),
+        Check("better than a uniform guess", overall.kl < uniform, overall.kl, uniform, "KL to the source, nats"),
         Check("logits, all positions", judged, overall.max_difference, bound, str(overall)),
     ]
     for position in [*(p for p in POSITIONS if p < len(reference) - 1), len(reference) - 1]:
@@ -143,9 +139,7 @@ def cache_is_exact(
         worst = _worst(logits - full) / scale
         nll = torch.nn.functional.cross_entropy(logits[:-1].double(), ids[1:].to(logits.device))
         detail = f"of max |logit| {scale:.1f}; {float(nll):.4f} nats per token over {len(ids)} tokens"
-        checks.append(
-            Check(f"cached decode == full forward, {name}", worst <= CACHE_BOUND, worst, CACHE_BOUND, detail)
-        )
+        checks.append(Check(f"cached decode == full forward, {name}", worst <= CACHE_BOUND, worst, CACHE_BOUND, detail))
     return checks
 
 
@@ -161,12 +155,8 @@ def padding_is_inert(model: PreTrainedModel, ids: torch.Tensor) -> list[Check]:
         logits = model(**padded_inputs(batch.ids, batch.mask, model.device), use_cache=False).logits
         pairs = zip(logits, batch.mask.to(logits.device), alone, strict=True)
         worst = max(_worst(row[mask] - single) for row, mask, single in pairs) / scale
-        detail = (
-            f"lengths {', '.join(str(len(sequence)) for sequence in sequences)}; of max |logit| {scale:.1f}"
-        )
-        checks.append(
-            Check(f"padded batch == single, {side}", worst <= CACHE_BOUND, worst, CACHE_BOUND, detail)
-        )
+        detail = f"lengths {', '.join(str(len(sequence)) for sequence in sequences)}; of max |logit| {scale:.1f}"
+        checks.append(Check(f"padded batch == single, {side}", worst <= CACHE_BOUND, worst, CACHE_BOUND, detail))
     return checks
 
 
@@ -186,9 +176,7 @@ def cache_is_small(
         f"source {source_bytes // tokens:,} ({1 - held / source_bytes:.1%} less)"
     )
     ratio = held / formula
-    return Check(
-        "cache holds the latent only", 1 <= ratio <= CACHE_BYTES_BOUND, ratio, CACHE_BYTES_BOUND, detail
-    )
+    return Check("cache holds the latent only", 1 <= ratio <= CACHE_BYTES_BOUND, ratio, CACHE_BYTES_BOUND, detail)
 
 
 def layers_are_exact(

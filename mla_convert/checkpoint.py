@@ -71,9 +71,7 @@ def _download(repo: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(repo, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED))
-        )
+        return Path(snapshot_download(repo, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED)))
     except Exception as error:  # the client raises its own, requests' and the system's errors
         raise BadCheckpoint(
             f"{repo!r} is no local folder and could not be downloaded from the Hugging Face hub "
@@ -122,8 +120,7 @@ def _check_folder(folder: Path) -> None:
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     found = f"only {', '.join(others[:5])}" if others else "no weights"
     raise BadCheckpoint(
-        f"{folder} has {found}; {SINGLE_FILE} or {INDEX_FILE} with its shards is needed "
-        "(a pickle is never read)."
+        f"{folder} has {found}; {SINGLE_FILE} or {INDEX_FILE} with its shards is needed (a pickle is never read)."
     )
 
 
@@ -194,16 +191,10 @@ class Checkpoint:
         Raises BadCheckpoint if there is no such tensor or it holds NaN or inf.
         """
         if name not in self.headers:
-            raise BadCheckpoint(
-                f"{self.path} holds no tensor {name} ({len(self.headers)} others); see config.json."
-            )
+            raise BadCheckpoint(f"{self.path} holds no tensor {name} ({len(self.headers)} others); see config.json.")
         tensor = self._weights.read(name)
         # float8 has no isfinite; such checkpoints are refused by their dtype.
-        if (
-            tensor.is_floating_point()
-            and tensor.dtype.itemsize > 1
-            and not bool(torch.isfinite(tensor).all())
-        ):
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
             nans, infs = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
             raise BadCheckpoint(
                 f"{self.headers[name].file}: {name} holds {nans} NaN and {infs} infinite of {tensor.numel()} "

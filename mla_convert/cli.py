@@ -17,7 +17,7 @@ import mla_convert
 from mla_convert.errors import MlaConvertError
 from mla_convert.flags import parameters_of, recipe_from_flags
 from mla_convert.options import Recipe
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, VerifyRecipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 from mla_convert.report import print_evaluation, print_verification
 
 app = typer.Typer(
@@ -35,9 +35,7 @@ def main() -> None:
     app()
 
 
-def command(
-    recipe_type: type[Recipe], name: str
-) -> Callable[[Callable[[Any], int | None]], Callable[..., None]]:
+def command(recipe_type: type[Recipe], name: str) -> Callable[[Callable[[Any], int | None]], Callable[..., None]]:
     """Register `run(recipe)` as a command whose arguments and flags are the fields of `recipe_type`."""
 
     def register(run: Callable[[Any], int | None]) -> Callable[..., None]:
@@ -74,16 +72,12 @@ def configure(
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log one line per layer and more.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log one line per layer and more.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
 ) -> None:
     """Set up logging to stderr for whichever command follows."""
     handler = RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", datefmt="%X", handlers=[handler], force=True
-    )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", datefmt="%X", handlers=[handler], force=True)
     level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
     logging.getLogger("mla_convert").setLevel(level)
 
@@ -92,6 +86,12 @@ def configure(
 def convert(recipe: ConvertRecipe) -> None:
     """Convert SOURCE to a stock DeepSeek-V3 checkpoint in OUT."""
     print_conversion(mla_convert.convert(recipe))
+
+
+@command(HealRecipe, "heal")
+def heal(recipe: HealRecipe) -> None:
+    """Fit the layers of CONVERTED to SOURCE's, on text, and write the result to OUT."""
+    print_healing(mla_convert.heal(recipe))
 
 
 @command(VerifyRecipe, "verify")
@@ -123,9 +123,27 @@ def print_conversion(result: Any) -> None:
     table.add_row("cached numbers per token and layer", share)
     table.add_row("kv_lora_rank + qk_rope_head_dim", f"{result.kv_lora_rank} + {result.qk_rope_head_dim}")
     table.add_row("calibration tokens", f"{result.calibration_tokens:,}")
+    _add_healing_and_stages(table, result)
+    Console().print(table)
+
+
+def print_healing(result: Any) -> None:
+    """What `heal` wrote, as a table on stdout."""
+    table = Table(title=f"written to {result.out}", title_justify="left", show_header=False)
+    _add_healing_and_stages(table, result)
+    Console().print(table)
+
+
+def _add_healing_and_stages(table: Table, result: Any) -> None:
+    if result.healing:
+        before, after = (sum(getattr(r, side) for r in result.healing) for side in ("before", "after"))
+        better = sum(r.after < r.before for r in result.healing)
+        table.add_row(
+            "held-out error of the layers, healed",
+            f"{after / before - 1:+.0%} ({better} of {len(result.healing)} better)",
+        )
     for taken in result.stages:
         table.add_row(taken.name, f"{taken.seconds:.1f} s, peak memory {taken.peak_rss / 2**30:.2f} GiB")
-    Console().print(table)
 
 
 def print_demo(result: Any) -> None:

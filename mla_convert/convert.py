@@ -1,7 +1,7 @@
-"""convert: checkpoint -> read -> calibrate -> rope -> factor -> write, one layer in memory."""
+"""convert: checkpoint -> read -> calibrate -> rope -> factor -> [heal] -> write, one layer in memory."""
 
-import json
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from mla_convert.assemble import LayerReport, SourceAttention, assemble
 from mla_convert.calibrate import LayerMoments, calibrate, moments_file
-from mla_convert.card import model_card
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.choose import choose
-from mla_convert.errors import BadCheckpoint, BadOption, UnsupportedSource
+from mla_convert.emit import expected_bytes, publish, write_tensors
+from mla_convert.errors import BadCheckpoint, BadOption
 from mla_convert.factor import SWEEPS
-from mla_convert.families import SourceSpec, global_tensors, layer_tensors, read_spec
+from mla_convert.families import SourceSpec, layer_tensors, read_spec
+from mla_convert.healing import HealReport, heal_layers
 from mla_convert.layer import MLALayer
 from mla_convert.loading import load_tokenizer, resolve_device
 from mla_convert.measure import Stage, stage
 from mla_convert.options import FLOAT16_REASON
-from mla_convert.recipe import ConvertRecipe
-from mla_convert.report import environment, progress
+from mla_convert.recipe import ConvertRecipe, HealSettings
+from mla_convert.report import progress
 from mla_convert.sizes import Size, allowed_sizes, source_numbers
-from mla_convert.stock import residual_scale, stock_config, to_stock
 from mla_convert.stream import LayerStream
 from mla_convert.texts import read_documents, text_hash, token_windows
-from mla_convert.write import RECORD, FolderWriter
+from mla_convert.write import FolderWriter
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class ConvertResult:
     rope_stride: int | None
     source_numbers: int
     layers: tuple[LayerReport, ...]
+    healing: tuple[HealReport, ...]
     calibration_tokens: int
     stages: tuple[Stage, ...]
 
@@ -62,13 +63,24 @@ class Job:
     checkpoint: Checkpoint
     spec: SourceSpec
     sizes: list[Size]
+    heal: HealSettings
     dtype: torch.dtype
     device: torch.device
 
     @property
-    def needs_text(self) -> bool:
+    def needs_moments(self) -> bool:
         """Weight SVD and the exact re-encoding look at no text."""
         return not self.recipe.lossless and self.recipe.method != "svd"
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Windows [windows, tokens] that calibrate, that decide between sizes, and that heal; the text's hash."""
+
+    calibration: Tensor
+    held_out: Tensor
+    healing: Tensor
+    sha256: str | None
 
 
 def convert(recipe: ConvertRecipe) -> ConvertResult:
@@ -76,55 +88,63 @@ def convert(recipe: ConvertRecipe) -> ConvertResult:
     checkpoint = Checkpoint.open(recipe.source)
     spec = read_spec(checkpoint)
     job = Job(
-        recipe,
-        checkpoint,
-        spec,
-        allowed_sizes(recipe, spec),
-        output_dtype(recipe, spec),
-        resolve_device(recipe.device),
+        recipe=recipe,
+        checkpoint=checkpoint,
+        spec=spec,
+        sizes=allowed_sizes(recipe, spec),
+        heal=HealSettings.parse(recipe.heal) if recipe.heal else HealSettings(0),
+        dtype=output_dtype(recipe, spec),
+        device=resolve_device(recipe.device),
     )
-    done: list[Stage] = []
-    writer = FolderWriter(recipe.out, expected_bytes(job), recipe.overwrite)
+    writer = FolderWriter(recipe.out, expected_bytes(spec, job.sizes, job.dtype), recipe.overwrite)
     with TemporaryDirectory(prefix="mla_convert_") as scratch:
-        ids, held_out, text = _read_text(job)
-        stream = LayerStream(checkpoint, spec, job.device)
-        if job.needs_text:
-            with stage("calibrate", done):
-                calibrate(stream, ids, Path(scratch), recipe.seed)
+        return _run(job, writer, Path(scratch))
 
-        def moments(layer: int) -> LayerMoments | None:
-            return (
-                LayerMoments.load(moments_file(Path(scratch), layer), job.device) if job.needs_text else None
-            )
 
-        def assembled(layer: int, size: Size, sweeps: int) -> tuple[MLALayer, LayerReport]:
-            return assemble(source_attention(job, layer), moments(layer), spec, size, recipe.method, sweeps)
+def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
+    recipe, spec, done = job.recipe, job.spec, list[Stage]()
+    texts = _read_texts(job)
+    stream = LayerStream(job.checkpoint, spec, job.device)
+    if job.needs_moments:
+        with stage("calibrate", done):
+            calibrate(stream, texts.calibration, scratch, recipe.seed)
 
-        size, considered = job.sizes[0], list[dict[str, Any]]()
-        if len(job.sizes) > 1:
-            with stage("choose", done):
-                size, considered = choose(job.sizes, stream, held_out, assembled)
-        with writer, stage("convert", done):
-            reports = _write_layers(job, size, writer, assembled)
-            record: dict[str, Any] = {
-                "recipe": recipe.to_dict(),
-                "source": {
-                    "hashes": checkpoint.hashes(),
-                    "consumed": checkpoint.consumed(),
-                    "leftover": _no_leftover(checkpoint),
-                },
-                "lossless": recipe.lossless,
-                "kv_lora_rank": size.kv_lora_rank,
-                "qk_rope_head_dim": size.plan.qk_rope_head_dim,
-                "rope_stride": size.plan.stride,
-                "source_numbers": source_numbers(spec),
-                "sizes_considered": considered,
-                "calibration": {"sha256": text, "tokens": ids.numel() if job.needs_text else 0},
-                "layers": [asdict(report) for report in reports],
-                "stages": [asdict(taken) for taken in done],
-                "environment": environment(),
-            }
-            _commit(job, size, writer, record)
+    def assembled(layer: int, size: Size, sweeps: int) -> tuple[MLALayer, LayerReport]:
+        file = moments_file(scratch, layer)
+        moments = LayerMoments.load(file, job.device) if job.needs_moments else None
+        source = source_attention(job.checkpoint, spec, layer, job.device)
+        return assemble(source, moments, spec, size, recipe.method, sweeps)
+
+    size, considered = job.sizes[0], list[dict[str, Any]]()
+    if len(job.sizes) > 1:
+        with stage("choose", done):
+            size, considered = choose(job.sizes, stream, texts.held_out, assembled)
+    reports, healing = list[LayerReport](), list[HealReport]()
+
+    def closed_form(layer: int) -> MLALayer:
+        found, report = assembled(layer, size, SWEEPS)
+        reports.append(report)
+        logger.debug("layer %d: predicted error %.2e (rope %.1e)", layer, report.total, report.rope)
+        return found
+
+    steps = spec.num_hidden_layers * (1 + job.heal.steps)
+    with writer, stage("convert" if not job.heal.steps else "convert and heal", done):
+        with progress("converting", "layers" if not job.heal.steps else "steps", steps) as advance:
+            layers = _layers(job, stream, texts.healing, closed_form, healing, scratch, advance)
+            write_tensors(job.checkpoint, spec, layers, writer, job.dtype, advance)
+        record: dict[str, Any] = {
+            "recipe": recipe.to_dict(),
+            "sizes_considered": considered,
+            "calibration": {"sha256": texts.sha256, "tokens": texts.calibration.numel()},
+            "layers": [asdict(report) for report in reports],
+            "heal": {
+                "settings": asdict(job.heal),
+                "tokens": job.heal.steps * recipe.window,
+                "layers": [asdict(report) for report in healing],
+            },
+            "stages": [asdict(taken) for taken in done],
+        }
+        publish(job.checkpoint, spec, size, job.dtype, record, writer)
     return ConvertResult(
         out=recipe.out,
         kv_lora_rank=size.kv_lora_rank,
@@ -132,9 +152,28 @@ def convert(recipe: ConvertRecipe) -> ConvertResult:
         rope_stride=size.plan.stride,
         source_numbers=source_numbers(spec),
         layers=tuple(reports),
-        calibration_tokens=record["calibration"]["tokens"],
+        healing=tuple(healing),
+        calibration_tokens=texts.calibration.numel(),
         stages=tuple(done),
     )
+
+
+def _layers(
+    job: Job,
+    stream: LayerStream,
+    ids: Tensor,
+    closed_form: Callable[[int], MLALayer],
+    healing: list[HealReport],
+    scratch: Path,
+    advance: Callable[[int], None],
+) -> Iterator[MLALayer]:
+    """The layers in order, healed if asked for; what healing did is appended to `healing`."""
+    if not job.heal.steps:
+        yield from map(closed_form, range(job.spec.num_hidden_layers))
+        return
+    for layer, report in heal_layers(stream, ids, closed_form, job.heal, scratch, advance):
+        healing.append(report)
+        yield layer
 
 
 def output_dtype(recipe: ConvertRecipe, spec: SourceSpec) -> torch.dtype:
@@ -146,31 +185,10 @@ def output_dtype(recipe: ConvertRecipe, spec: SourceSpec) -> torch.dtype:
     return spec.dtype
 
 
-def expected_bytes(job: Job) -> int:
-    """Bytes of the largest checkpoint that may be written."""
-    spec, largest = job.spec, 0
-    d, heads, hidden = spec.source_head_dim, spec.num_attention_heads, spec.hidden_size
-    for size in job.sizes:
-        rank, rope = size.kv_lora_rank, size.plan.qk_rope_head_dim
-        nope = 0 if size.plan.keeps_everything else d
-        attention = (
-            heads * (nope + rope) * hidden
-            + (rank + rope) * hidden
-            + heads * (nope + d) * rank
-            + heads * d * hidden
-        )
-        layer = attention + rank + 3 * spec.intermediate_size * hidden + 2 * hidden
-        largest = max(largest, spec.num_hidden_layers * layer + 2 * spec.vocab_size * hidden + hidden)
-    return largest * job.dtype.itemsize
-
-
-def source_attention(job: Job, layer: int) -> SourceAttention:
-    """Layer `layer`'s projections in fp64 on the device."""
-    names, spec = layer_tensors(job.spec, layer), job.spec
-    q, k, v, o = (
-        job.checkpoint.tensor(names[role]).to(job.device, torch.float64) for role in ("q", "k", "v", "o")
-    )
-    d = spec.source_head_dim
+def source_attention(checkpoint: Checkpoint, spec: SourceSpec, layer: int, device: torch.device) -> SourceAttention:
+    """The projections of one layer in fp64 on the device."""
+    names, d = layer_tensors(spec, layer), spec.source_head_dim
+    q, k, v, o = (checkpoint.tensor(names[role]).to(device, torch.float64) for role in ("q", "k", "v", "o"))
     return SourceAttention(
         W_Q=q.unflatten(0, (spec.num_attention_heads, d)),
         W_K=k.unflatten(0, (spec.num_key_value_heads, d)),
@@ -179,88 +197,31 @@ def source_attention(job: Job, layer: int) -> SourceAttention:
     )
 
 
-def _read_text(job: Job) -> tuple[Tensor, Tensor, str | None]:
-    """Calibration windows, held-out windows (where sizes are compared) [windows, tokens], the text's hash."""
+def _read_texts(job: Job) -> Texts:
+    """Tokenise what the recipe needs; healing windows begin where the calibration windows do."""
     recipe, none = job.recipe, torch.zeros(0, 0, dtype=torch.int64)
-    if not job.needs_text:
-        return none, none, None
+    if not job.needs_moments and not job.heal.steps:
+        return Texts(none, none, none, None)
     documents = read_documents(recipe.calib_data, part="calib")
     extra = -(-recipe.calib_windows // HELD_OUT_SHARE) if len(job.sizes) > 1 else 0
-    ids = token_windows(load_tokenizer(recipe.source), documents, recipe.window, recipe.calib_windows + extra)
+    wanted = max(recipe.calib_windows + extra, job.heal.windows if job.heal.steps else 0)
+    ids = token_windows(load_tokenizer(recipe.source), documents, recipe.window, wanted)
     if int(ids.max()) >= job.spec.vocab_size:
         raise BadCheckpoint(
             f"the tokenizer of {recipe.source} gives token id {int(ids.max())}, but config.json says "
             f"vocab_size={job.spec.vocab_size}; put the model's own tokenizer there"
         )
-    # A text shorter than asked for is shared out in the same proportion; one window is for calibration.
-    extra = min(extra, -(-len(ids) // (HELD_OUT_SHARE + 1)), len(ids) - 1)
-    held_out, ids = ids[:extra], ids[extra:]
     if ids.numel() < job.spec.hidden_size:
         logger.warning(
             "%d calibration tokens are fewer than hidden_size=%d, so some directions of the input are never "
             "seen; give more text or --calib-windows", ids.numel(), job.spec.hidden_size,
         )  # fmt: skip
-    return ids, held_out, text_hash(documents)
-
-
-def _write_layers(job: Job, size: Size, writer: FolderWriter, assembled: Any) -> list[LayerReport]:
-    """Write all tensors, layer by layer; rescales the residual stream where the source's eps is not 1e-6."""
-    spec, checkpoint = job.spec, job.checkpoint
-    names, scale = global_tensors(spec), residual_scale(spec.rms_norm_eps)
-    reports = []
-
-    def add(name: str, tensor: Tensor, factor: float = 1.0) -> None:
-        writer.add(name, (tensor.to(torch.float64) * factor if factor != 1.0 else tensor).to(job.dtype))
-
-    embed = checkpoint.tensor(names["embed"])
-    add("model.embed_tokens.weight", embed, scale)
-    with progress("converting", "layers", spec.num_hidden_layers) as advance:
-        for index in range(spec.num_hidden_layers):
-            layer, report = assembled(index, size, SWEEPS)
-            reports.append(report)
-            logger.debug(
-                "layer %d: predicted relative loss %.2e (rope %.1e)", index, report.total, report.rope
-            )
-            source = layer_tensors(spec, index)
-            prefix = f"model.layers.{index}."
-            norm = checkpoint.tensor(source["input_norm"])
-            for name, tensor in to_stock(layer, norm.to(job.device), scale).items():
-                add(f"{prefix}self_attn.{name}", tensor)
-            add(f"{prefix}input_layernorm.weight", norm)
-            add(f"{prefix}post_attention_layernorm.weight", checkpoint.tensor(source["post_norm"]))
-            for role in ("gate", "up", "down"):
-                add(
-                    f"{prefix}mlp.{role}_proj.weight",
-                    checkpoint.tensor(source[role]),
-                    scale if role == "down" else 1.0,
-                )
-            advance(1)
-    add("model.norm.weight", checkpoint.tensor(names["final_norm"]))
-    add("lm_head.weight", checkpoint.tensor(names["lm_head"]) if "lm_head" in names else embed)
-    return reports
-
-
-def _no_leftover(checkpoint: Checkpoint) -> list[str]:
-    """The empty list; raises UnsupportedSource, before anything is published, if a tensor was never used."""
-    leftover = checkpoint.leftover()
-    if leftover:
-        raise UnsupportedSource(
-            f"{len(leftover)} tensors of the source were not consumed, first {leftover[0]}; this is a bug in "
-            "the family table: please report it with the model's name"
+    if job.heal.steps and len(ids) <= job.heal.held_out:
+        raise BadOption(
+            f"the text gives {len(ids)} windows of {recipe.window} tokens and healing holds {job.heal.held_out} out; "
+            "give more text with --calib-data, or a smaller held_out in --heal"
         )
-    return leftover
-
-
-def _commit(job: Job, size: Size, writer: FolderWriter, record: dict[str, Any]) -> None:
-    nope = 0 if size.plan.keeps_everything else job.spec.source_head_dim
-    config = stock_config(job.spec, size.kv_lora_rank, nope, size.plan, job.dtype)
-    generation = job.checkpoint.generation_config or {
-        "_from_model_config": True,
-        **{key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    }
-    files = {
-        RECORD: json.dumps(record, indent=2) + "\n",
-        "generation_config.json": json.dumps(generation, indent=2) + "\n",
-        "README.md": model_card(record, config),
-    }
-    writer.commit(files, job.checkpoint.sidecars(), config)
+    # A text shorter than asked for is shared out in the same proportion; one window is for calibration.
+    extra = min(extra, -(-len(ids) // (HELD_OUT_SHARE + 1)), len(ids) - 1)
+    calibration = ids[extra : extra + recipe.calib_windows] if job.needs_moments else none
+    return Texts(calibration, ids[:extra], ids[: job.heal.windows], text_hash(documents))

@@ -133,9 +133,7 @@ def answer(model_name: str, device: str, question: str = QUESTION, tokens: int =
         return_dict=True,
     ).to(target)
     with torch.inference_mode():
-        ids = model.generate(
-            **prompt, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
-        )
+        ids = model.generate(**prompt, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     text: str = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     return text.strip()
 
@@ -160,9 +158,7 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
     total, peak = sum(done.seconds for done in result.stages), max(done.peak_rss for done in result.stages)
     stages.add_row("all", f"{total:.1f}", f"{peak / 2**30:.2f}")
     console.print(stages)
-    console.print(
-        f"In {result.out}: checkpoint/ (loads with stock transformers), demo.json, demo.png", highlight=False
-    )
+    console.print(f"In {result.out}: checkpoint/ (loads with stock transformers), demo.json, demo.png", highlight=False)
 
 
 def _figures(result: DemoResult) -> Table:

@@ -117,9 +117,7 @@ def refit_down(blocks: Sequence[Block], W_DKV: Tensor, ups: Sequence[Tensor], st
 
     grams = sum((gram for gram, _ in pairs), torch.zeros_like(pairs[0][0]))
     share = [gram.trace() / grams.trace() for gram, _ in pairs]
-    mean = sum(
-        (s * moment for s, (_, moment) in zip(share, pairs, strict=True)), torch.zeros_like(pairs[0][1])
-    )
+    mean = sum((s * moment for s, (_, moment) in zip(share, pairs, strict=True)), torch.zeros_like(pairs[0][1]))
     left, right = torch.linalg.inv(ridged(grams)), torch.linalg.inv(ridged(mean))
 
     x = W_DKV.clone()
@@ -137,9 +135,7 @@ def refit_down(blocks: Sequence[Block], W_DKV: Tensor, ups: Sequence[Tensor], st
     return x
 
 
-def factor(
-    blocks: Sequence[Block], rank: int, covariance: Tensor, sweeps: int = SWEEPS, cg_steps: int = 10
-) -> Factors:
+def factor(blocks: Sequence[Block], rank: int, covariance: Tensor, sweeps: int = SWEEPS, cg_steps: int = 10) -> Factors:
     """Fit one W_DKV of `rank` rows and an up-projection per block.
 
     Starts from `truncated_svd`; keeps the best of all sweeps, so the loss never rises. sweeps=0 is the

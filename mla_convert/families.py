@@ -160,8 +160,7 @@ def _sizes(config: dict[str, Any], family: Family) -> dict[str, int]:
     kv_heads = _positive(config, "num_key_value_heads", kv_default or heads)
     if heads % kv_heads:
         raise UnsupportedSource(
-            f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads="
-            f"{kv_heads}; correct one."
+            f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; correct one."
         )
     if config.get("head_dim") is None and hidden % heads:
         raise UnsupportedSource(
@@ -170,9 +169,7 @@ def _sizes(config: dict[str, Any], family: Family) -> dict[str, int]:
         )
     head_dim = _positive(config, "head_dim", hidden // heads)
     if head_dim % 2:
-        raise UnsupportedSource(
-            f"config.json: head_dim={head_dim} is odd, so RoPE cannot pair it; correct it."
-        )
+        raise UnsupportedSource(f"config.json: head_dim={head_dim} is odd, so RoPE cannot pair it; correct it.")
     positions = _positive(config, "max_position_embeddings", family.defaults["max_position_embeddings"])
     return sizes | {
         "num_key_value_heads": kv_heads,

@@ -120,9 +120,7 @@ HARMLESS = frozenset(
     }
 )
 
-_WINDOW = (
-    "sliding-window attention is not supported; if every context is shorter than the window, set it to null"
-)
+_WINDOW = "sliding-window attention is not supported; if every context is shorter than the window, set it to null"
 _BIAS = "biases are not supported yet; set it to false only if the checkpoint has no bias tensors"
 _QK_NORM = "QK-norm is not linear in the latent, stock MLA cannot hold it"
 _ENCODER = "only decoder-only causal language models are converted"
@@ -139,18 +137,12 @@ def _fixed(architecture: str, window: int | None) -> dict[str, Fixed]:
         "sliding_window": Fixed((None,), _WINDOW, default=window),
         "use_sliding_window": Fixed((False, None), _WINDOW, default=False),
         "partial_rotary_factor": Fixed((1, None), "heads that rotate in part are not supported yet"),
-        "rope_interleaved": Fixed(
-            (False, None), "interleaved rows are not supported; permute q_proj and k_proj"
-        ),
+        "rope_interleaved": Fixed((False, None), "interleaved rows are not supported; permute q_proj and k_proj"),
         "use_qk_norm": Fixed((False, None), _QK_NORM),
         "qk_norm": Fixed((False, None), _QK_NORM),
         "qk_layernorm": Fixed((False, None), _QK_NORM),
-        "quantization_config": Fixed(
-            (None,), "quantised weights are not read; dequantise the checkpoint first"
-        ),
-        "auto_map": Fixed(
-            (None,), "remote code is never run; use a checkpoint of a class built into transformers"
-        ),
+        "quantization_config": Fixed((None,), "quantised weights are not read; dequantise the checkpoint first"),
+        "auto_map": Fixed((None,), "remote code is never run; use a checkpoint of a class built into transformers"),
         "is_decoder": Fixed((True, False, None), _ENCODER),
         "is_encoder_decoder": Fixed((False, None), _ENCODER, default=False),
         "add_cross_attention": Fixed((False, None), _ENCODER),

@@ -32,9 +32,7 @@ def parameters_of(recipe_type: type[Recipe]) -> list[inspect.Parameter]:
     hints = get_type_hints(recipe_type)
     specs = dataclasses.fields(recipe_type)  # type: ignore[arg-type]  # every subclass is a dataclass
     parameters = [_parameter(spec, _flag_type(hints[spec.name])) for spec in specs]
-    recipe_flag = typer.Option(
-        "--recipe", metavar="FILE", help="YAML file with any of these options; flags win."
-    )
+    recipe_flag = typer.Option("--recipe", metavar="FILE", help="YAML file with any of these options; flags win.")
     parameters.append(_keyword("recipe", Annotated[str | None, recipe_flag]))
     return parameters
 
@@ -46,9 +44,7 @@ def _parameter(spec: "dataclasses.Field[Any]", kind: Any) -> inspect.Parameter:
     else:
         name = f"--{dash}/--no-{dash}" if kind is bool else f"--{dash}"
         metavar = "|".join(meta["choices"]) if meta["choices"] else _METAVARS.get(kind)
-        info = typer.Option(
-            name, help=meta["help"] + _shown(spec.default), metavar=metavar, show_default=False
-        )
+        info = typer.Option(name, help=meta["help"] + _shown(spec.default), metavar=metavar, show_default=False)
     return _keyword(spec.name, Annotated[kind | None, info])
 
 

@@ -92,8 +92,7 @@ def read_rope_parameters(config: dict[str, Any], max_position_embeddings: int) -
     if any(reading != readings[0] for reading in readings):
         other = next(reading for reading in readings if reading != readings[0])
         raise UnsupportedSource(
-            f"config.json: rope_parameters say {readings[0]} but rope_theta and rope_scaling say {other}; "
-            "keep one."
+            f"config.json: rope_parameters say {readings[0]} but rope_theta and rope_scaling say {other}; keep one."
         )
     return readings[0]
 

@@ -104,7 +104,5 @@ def attend_expanded(
     v = torch.einsum("btr,hdr->bhtd", c, layer.W_UV)
     query = torch.cat((q_nope, q_pe), dim=-1)
     key = torch.cat((k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, v, is_causal=True, scale=layer.softmax_scale
-    )
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, v, is_causal=True, scale=layer.softmax_scale)
     return torch.einsum("bhtd,hed->bte", out, layer.W_O)

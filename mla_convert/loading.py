@@ -92,9 +92,7 @@ def load_model_and_report(
             **kwargs,
         )
     except Exception as error:  # transformers raises a dozen unrelated classes here
-        raise BadCheckpoint(
-            f"{source}: transformers cannot load it as a causal language model: {error}"
-        ) from error
+        raise BadCheckpoint(f"{source}: transformers cannot load it as a causal language model: {error}") from error
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
     if "gguf_file" in kwargs and getattr(model.config, "quantization_config", None) is not None:

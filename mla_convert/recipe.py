@@ -19,6 +19,41 @@ _CALIB_HELP = (
 
 
 @dataclass(frozen=True)
+class HealSettings:
+    """How to heal. steps: optimiser steps per layer, one window each (0: no healing); windows: windows of text used,
+    of which `held_out` judge; lr: step size relative to the rms of each matrix.
+    """
+
+    steps: int
+    windows: int = 64
+    held_out: int = 4
+    lr: float = 5e-4
+
+    @classmethod
+    def parse(cls, text: str) -> "HealSettings":
+        """From "steps=200" or "steps=200,windows=128,lr=0.0005". Raises BadOption naming the key or value."""
+        values: dict[str, int | float] = {}
+        for part in text.split(","):
+            key, _, value = part.strip().partition("=")
+            kind = {"steps": int, "windows": int, "held_out": int, "lr": float}.get(key)
+            if kind is None:
+                raise BadOption(f"heal: {key!r} is not one of steps, windows, held_out, lr; write heal steps=200")
+            try:
+                values[key] = kind(value)
+            except ValueError:
+                raise BadOption(f"heal: {key}={value!r} is no {kind.__name__}; write for example steps=200") from None
+        if "steps" not in values:
+            raise BadOption(f"heal={text!r} names no steps; write for example steps=200")
+        settings = cls(**values)  # type: ignore[arg-type]
+        if settings.steps < 0 or settings.held_out < 1 or settings.windows <= settings.held_out or settings.lr <= 0:
+            raise BadOption(
+                f"heal={text!r}: steps must be 0 or more, lr above 0, and windows ({settings.windows}) more than "
+                f"held_out ({settings.held_out}), which is 1 or more"
+            )
+        return settings
+
+
+@dataclass(frozen=True)
 class ConvertRecipe(Recipe):
     """Options of `mla-convert convert`. Exactly one size: both ranks, or cache_ratio, or lossless."""
 
@@ -46,12 +81,15 @@ class ConvertRecipe(Recipe):
         "auto",
         at_least=1,
     )
-    lossless: bool = option(
-        "Re-encode exactly: every pair keeps rotating and the latent has full rank.", False
-    )
+    lossless: bool = option("Re-encode exactly: every pair keeps rotating and the latent has full rank.", False)
     calib_data: tuple[str, ...] = option(_CALIB_HELP + "the calibration part.", ())
     calib_windows: int = option("Calibration windows.", 32, at_least=1)
     window: int = option("Calibration window length, tokens.", 1024, at_least=2)
+    heal: str | None = option(
+        "Fit each layer to the source's after its conversion: steps=N (optimiser steps per layer), and optionally "
+        "windows=N (of the calibration text), held_out=N, lr=X, joined by commas.",
+        None,
+    )
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
     dtype: str = option(
         "Storage type written: auto (the source's), float32 or bfloat16.",
@@ -62,9 +100,13 @@ class ConvertRecipe(Recipe):
     seed: int = option("Seed of every random choice.", 0, at_least=0)
 
     def validate(self) -> None:
-        """Check the size options and that OUT cannot destroy SOURCE. Raises BadOption."""
+        """Check the size options, healing, and that OUT cannot destroy SOURCE. Raises BadOption."""
         self._check_size()
         _check_apart(self.source, self.out)
+        if self.heal and self.lossless:
+            raise BadOption("heal and lossless: an exact re-encoding has nothing to heal; leave one out")
+        if self.heal:
+            HealSettings.parse(self.heal)
 
     def _check_size(self) -> None:
         ranks = (self.kv_lora_rank, self.qk_rope_head_dim)
@@ -96,6 +138,29 @@ class ConvertRecipe(Recipe):
 
 
 @dataclass(frozen=True)
+class HealRecipe(Recipe):
+    """Options of `mla-convert heal`."""
+
+    source: str = option("Source checkpoint: folder, .gguf file or hub id.", argument="SOURCE")
+    converted: str = option("Folder that `convert` wrote from it.", argument="CONVERTED")
+    out: str = option("Folder to write the healed checkpoint to.", argument="OUT")
+    steps: int = option("Optimiser steps per layer, one window each.", 200, at_least=1)
+    windows: int = option("Windows of text used, those held out included.", 64, at_least=2)
+    held_out: int = option("Windows that judge and are not trained on.", 4, at_least=1)
+    lr: float = option("Step size relative to the rms of each matrix.", 5e-4)
+    data: tuple[str, ...] = option(_CALIB_HELP + "the calibration part.", ())
+    window: int = option("Window length, tokens.", 1024, at_least=2)
+    device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
+    overwrite: bool = option("Replace OUT if it holds an earlier conversion.", False)
+
+    def validate(self) -> None:
+        """Check the settings and that OUT cannot destroy its inputs. Raises BadOption."""
+        HealSettings.parse(f"steps={self.steps},windows={self.windows},held_out={self.held_out},lr={self.lr}")
+        _check_apart(self.source, self.out)
+        _check_apart(self.converted, self.out)
+
+
+@dataclass(frozen=True)
 class VerifyRecipe(Recipe):
     """Options of `mla-convert verify`."""
 
@@ -110,9 +175,7 @@ class VerifyRecipe(Recipe):
 class EvalRecipe(Recipe):
     """Options of `mla-convert eval`."""
 
-    models: tuple[str, ...] = option(
-        "Checkpoints to score: folders, .gguf files or hub ids.", argument="MODEL"
-    )
+    models: tuple[str, ...] = option("Checkpoints to score: folders, .gguf files or hub ids.", argument="MODEL")
     reference: str | None = option("Checkpoint that KL and top-1 agreement are measured against.", None)
     eval_data: tuple[str, ...] = option(_CALIB_HELP + "the part that is never calibrated on.", ())
     windows: int = option("Evaluation windows.", 56, at_least=1)
@@ -144,9 +207,7 @@ class EvalRecipe(Recipe):
 class DemoRecipe(Recipe):
     """Options of `mla-convert demo`."""
 
-    out: str = option(
-        "Folder for the converted checkpoint, the figures (JSON) and the picture (PNG).", "demo-out"
-    )
+    out: str = option("Folder for the converted checkpoint, the figures (JSON) and the picture (PNG).", "demo-out")
     windows: int = option("Evaluation windows of 1024 tokens.", 8, at_least=1)
     overwrite: bool = option("Replace OUT if it exists and is not empty.", False)
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")

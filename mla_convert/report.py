@@ -190,9 +190,7 @@ def plot_evaluation(result: EvalResult, path: str | Path) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlabel("KV cache, bytes per token (measured, all layers; further left is smaller)")
     axes.set_ylabel("perplexity (lower is better)")
-    axes.set_title(
-        f"What the smaller cache costs ({result.tokens_scored:,} tokens of held-out text)", fontsize=11
-    )
+    axes.set_title(f"What the smaller cache costs ({result.tokens_scored:,} tokens of held-out text)", fontsize=11)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", frameon=False, fontsize=9)

@@ -82,9 +82,7 @@ def ladder_plan(spec: SourceSpec, qk_rope_head_dim: int, stride: int) -> RopePla
     theta = float(spec.rope_parameters["rope_theta"])
     parameters = dict(spec.rope_parameters)
     parameters["rope_theta"] = theta ** (stride * qk_rope_head_dim / spec.source_head_dim)
-    check_frequencies(
-        inverse_frequencies(parameters, qk_rope_head_dim), spec.inv_freq[list(index)], parameters
-    )
+    check_frequencies(inverse_frequencies(parameters, qk_rope_head_dim), spec.inv_freq[list(index)], parameters)
     return RopePlan(index, parameters, stride)
 
 

@@ -56,9 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} is not readable JSON ({error}); get the file again.") from error
     if not isinstance(content, dict):
-        raise BadCheckpoint(
-            f"{path} holds a {type(content).__name__}, not a JSON object; get the file again."
-        )
+        raise BadCheckpoint(f"{path} holds a {type(content).__name__}, not a JSON object; get the file again.")
     return content
 
 
@@ -123,8 +121,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     if reached != data_bytes:
         what = "truncated" if reached > data_bytes else "longer than its header says"
         raise BadCheckpoint(
-            f"{path} is {what}: its tensors need {reached} bytes of data, it holds {data_bytes}; "
-            "download it again."
+            f"{path} is {what}: its tensors need {reached} bytes of data, it holds {data_bytes}; download it again."
         )
     return {name: tensor for name, (tensor, _, _) in parsed.items()}
 

@@ -137,15 +137,11 @@ def head(model: PreTrainedModel) -> nn.Linear:
     lm_head = getattr(model, "lm_head", None)
     name = type(model).__name__
     if not isinstance(lm_head, nn.Linear):
-        raise UnsupportedSource(
-            f"{name}: its head is {type(lm_head).__name__}, not a linear map; it cannot be scored"
-        )
+        raise UnsupportedSource(f"{name}: its head is {type(lm_head).__name__}, not a linear map; it cannot be scored")
     for key, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1), ("logit_scale", 1)):
         value = getattr(model.config, key, neutral)
         if value not in (None, neutral):
-            raise UnsupportedSource(
-                f"{name}: {key}={value} changes the logits after the head; it cannot be scored"
-            )
+            raise UnsupportedSource(f"{name}: {key}={value} changes the logits after the head; it cannot be scored")
     return lm_head
 
 
@@ -173,9 +169,7 @@ def score(
             continue
         logr = _log_probs(reference[0], reference[1][part]).to(logp.device)
         if logr.shape != logp.shape:
-            raise BadOption(
-                f"vocabulary of {logp.shape[1]}, reference {logr.shape[1]}; KL needs one vocabulary"
-            )
+            raise BadOption(f"vocabulary of {logp.shape[1]}, reference {logr.shape[1]}; KL needs one vocabulary")
         columns[1].append(-logr.gather(1, target[:, None])[:, 0].double())
         columns[3].append((logp.argmax(1) == logr.argmax(1)).double())
         p, q = logr.exp(), logp.exp()

@@ -72,9 +72,7 @@ def to_stock(
     tensors = {
         "q_proj.weight": interleave_heads(layer.W_UQ, layer.W_QR) * query_gain,
         "kv_a_proj_with_mqa.weight": torch.cat((layer.W_DKV * alpha, layer.W_KR)),
-        "kv_a_layernorm.weight": layer.W_DKV.new_full(
-            (layer.kv_lora_rank,), math.sqrt(LATENT_NORM_EPS) / alpha
-        ),
+        "kv_a_layernorm.weight": layer.W_DKV.new_full((layer.kv_lora_rank,), math.sqrt(LATENT_NORM_EPS) / alpha),
         "kv_b_proj.weight": interleave_heads(layer.W_UK, layer.W_UV),
         "o_proj.weight": layer.W_O.transpose(0, 1).flatten(1) * scale,
     }

@@ -81,9 +81,7 @@ class LayerStream:
         with torch.device("meta"):
             layer: nn.Module = type(self.skeleton.model.layers[0])(self.skeleton.config, index)
         prefix = self.layer_prefix(index)
-        state = {
-            name.removeprefix(prefix): self._weight(name) for name in layer_tensors(self.spec, index).values()
-        }
+        state = {name.removeprefix(prefix): self._weight(name) for name in layer_tensors(self.spec, index).values()}
         layer.load_state_dict(state, assign=True)
         return layer.requires_grad_(False).eval()
 

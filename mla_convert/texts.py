@@ -98,9 +98,7 @@ def token_windows(
         )
     ids = token_stream(tokenizer, documents)
     if len(ids) < body:
-        raise BadOption(
-            f"the text has {len(ids)} tokens, one window needs {body}; give more text or a smaller window"
-        )
+        raise BadOption(f"the text has {len(ids)} tokens, one window needs {body}; give more text or a smaller window")
     windows = ids.unfold(0, body, min(stride or body, body))
     if count is not None and len(windows) < count:
         logger.warning("%d windows of %d tokens asked for, the text holds %d", count, window, len(windows))
@@ -187,16 +185,12 @@ def _read_dataset(name: str) -> list[str]:
 
     parts = name.split(":")
     if len(parts) > 3 or not parts[0]:
-        raise BadOption(
-            f'text "{name}" has {len(parts)} parts; write "name", "name:config" or "name:config:split"'
-        )
+        raise BadOption(f'text "{name}" has {len(parts)} parts; write "name", "name:config" or "name:config:split"')
     config, split = [*parts[1:], "", ""][:2]
     try:
         rows = load_dataset(parts[0], config or None, split=split or "train", streaming=True)
     except Exception as error:  # datasets raises a dozen unrelated classes here
-        raise BadOption(
-            f'text "{name}" is neither a file nor a data set that can be read: {error}'
-        ) from error
+        raise BadOption(f'text "{name}" is neither a file nor a data set that can be read: {error}') from error
     documents: list[str] = []
     chars = 0
     for row in rows:
@@ -212,7 +206,5 @@ def _text_field(record: Any, where: str) -> str:
     value = record.get("text") if isinstance(record, dict) else None
     if not isinstance(value, str):
         keys = sorted(record) if isinstance(record, dict) else type(record).__name__
-        raise BadOption(
-            f'{where} has no field "text" holding a string (it has {keys}); name the field "text"'
-        )
+        raise BadOption(f'{where} has no field "text" holding a string (it has {keys}); name the field "text"')
     return value

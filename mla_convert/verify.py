@@ -115,9 +115,7 @@ def run_converted(
     checks += check_models.padding_is_inert(model, ids)
     config = model.config
     checks.append(
-        check_models.cache_is_small(
-            model, config.kv_lora_rank, config.qk_rope_head_dim, facts.cache_bytes, len(ids)
-        )
+        check_models.cache_is_small(model, config.kv_lora_rank, config.qk_rope_head_dim, facts.cache_bytes, len(ids))
     )
     with report.progress("comparing layers", "layers", config.num_hidden_layers) as advance:
         checks += check_models.layers_are_exact(model, folder, ids, advance)

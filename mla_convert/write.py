@@ -135,9 +135,7 @@ def check_target(out: Path, overwrite: bool) -> None:
     if not any(out.iterdir()):
         return
     if not overwrite:
-        raise TargetExists(
-            f"{out} is not empty ({len(list(out.iterdir()))} entries); use --overwrite or another OUT"
-        )
+        raise TargetExists(f"{out} is not empty ({len(list(out.iterdir()))} entries); use --overwrite or another OUT")
     if not (out / RECORD).is_file():
         raise TargetExists(
             f"--overwrite replaces only folders written by mla-convert, and {out} holds no {RECORD}; "
@@ -170,8 +168,7 @@ def full_disk_is_named(folder: Path) -> Iterator[None]:
         # safetensors wraps the system error in its own class and keeps only the text.
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             raise MlaConvertError(
-                f"no space left on the disk of {folder.parent}; nothing was written; "
-                "choose an OUT on another disk"
+                f"no space left on the disk of {folder.parent}; nothing was written; choose an OUT on another disk"
             ) from error
         raise
 

@@ -67,9 +67,7 @@ def stock_fp64(
     config = stock_config(spec, layers[0].kv_lora_rank, nope, plan, torch.float64) | changes
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**config, attn_implementation="sdpa"))
     scale = residual_scale(spec.rms_norm_eps)
-    state = {
-        name: tensor.double() for name, tensor in source.state_dict().items() if ".self_attn." not in name
-    }
+    state = {name: tensor.double() for name, tensor in source.state_dict().items() if ".self_attn." not in name}
     for name in state:
         if name == "model.embed_tokens.weight" or name.endswith("down_proj.weight"):
             state[name] = state[name] * scale

@@ -44,9 +44,7 @@ def test_scores_agree_and_do_not_when_two_heads_are_swapped() -> None:
     layer = random_layer(heads=5, nope=12, rope=6, v=10, rank=17, hidden=40)
     hidden, _ = inputs(2, 9, 40)
     c = hidden @ layer.W_DKV.T
-    expanded = torch.einsum("bte,hde->bhtd", hidden, layer.W_UQ) @ torch.einsum(
-        "btr,hdr->bhdt", c, layer.W_UK
-    )
+    expanded = torch.einsum("bte,hde->bhtd", hidden, layer.W_UQ) @ torch.einsum("btr,hdr->bhdt", c, layer.W_UK)
     absorbed = absorbed_query(absorb(layer), hidden) @ c[:, None].transpose(-1, -2)
     assert relative(absorbed, expanded) <= BOUND
     assert relative(absorbed.flip(1), expanded) > 0.1
@@ -74,10 +72,7 @@ def test_merged_exactly_where_it_reads_fewer_bytes() -> None:
     assert absorb(large).merged_q is None and absorb(large).merged_out is None  # 1280 > 1152 and 864
     for layer in (small, large):
         x, positions = inputs(2, 7, 40)
-        assert (
-            relative(attend_absorbed(absorb(layer), x, positions)[0], attend_expanded(layer, x, positions))
-            <= BOUND
-        )
+        assert relative(attend_absorbed(absorb(layer), x, positions)[0], attend_expanded(layer, x, positions)) <= BOUND
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
@@ -92,9 +87,7 @@ def test_chunks_through_the_cache_equal_one_prefill(chunk: int) -> None:
         out, past = attend_absorbed(layer, hidden[:, piece], positions[:, piece], past)
         parts.append(out)
     assert relative(torch.cat(parts, dim=1), whole) <= BOUND
-    shifted, _ = attend_absorbed(
-        layer, hidden[:, 7:], positions[:, 7:], None
-    )  # negative control: the past is lost
+    shifted, _ = attend_absorbed(layer, hidden[:, 7:], positions[:, 7:], None)  # negative control: the past is lost
     assert relative(shifted, whole[:, 7:]) > 1e-2
 
 
@@ -132,9 +125,7 @@ def test_content_score_ignores_distance_and_rope_score_sees_distance_only() -> N
     """The published shape: hidden 2048, kv_lora_rank 512, 16 heads of 128; the content cache is 87.5 % smaller."""
     layer = random_layer(heads=16, nope=128, rope=64, v=128, rank=512, hidden=2048)
     assert (
-        layer.W_UK.shape == (16, 128, 512)
-        and layer.W_UV.shape == (16, 128, 512)
-        and layer.W_DKV.shape == (512, 2048)
+        layer.W_UK.shape == (16, 128, 512) and layer.W_UV.shape == (16, 128, 512) and layer.W_DKV.shape == (512, 2048)
     )
     assert 1 - layer.kv_lora_rank / (2 * 16 * 128) == 0.875
     gen = torch.Generator().manual_seed(2)
@@ -142,9 +133,7 @@ def test_content_score_ignores_distance_and_rope_score_sees_distance_only() -> N
 
     def scores(query_at: int, key_at: int) -> tuple[Tensor, Tensor]:
         content = absorbed_query(absorb(layer), a)[0, :, 0] @ (b @ layer.W_DKV.T)[0, 0]
-        q_pe = rotate(
-            torch.einsum("bte,hde->bhtd", a, layer.W_QR), torch.tensor([[query_at]]), layer.inv_freq
-        )
+        q_pe = rotate(torch.einsum("bte,hde->bhtd", a, layer.W_QR), torch.tensor([[query_at]]), layer.inv_freq)
         k_pe = rotate(b @ layer.W_KR.T, torch.tensor([[key_at]]), layer.inv_freq)
         return content, (q_pe[0, :, 0] @ k_pe[0, 0])
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 import mla_convert
 from mla_convert import cli, flags
 from mla_convert.errors import BadCheckpoint, UnsupportedSource
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, VerifyRecipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
-RECIPES = {"convert": ConvertRecipe, "verify": VerifyRecipe, "eval": EvalRecipe, "demo": DemoRecipe}
+RECIPES = {"convert": ConvertRecipe, "heal": HealRecipe, "verify": VerifyRecipe, "eval": EvalRecipe, "demo": DemoRecipe}
 SIZE = ["--kv-lora-rank", "128", "--qk-rope-head-dim", "64"]
 
 
@@ -31,9 +31,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     recipes: dict[str, Any] = {}
     passing = SimpleNamespace(passed=True)
     for verb in ("convert", "verify", "evaluate", "demo"):
-        monkeypatch.setattr(
-            mla_convert, verb, lambda recipe, verb=verb: recipes.update({verb: recipe}) or passing
-        )
+        monkeypatch.setattr(mla_convert, verb, lambda recipe, verb=verb: recipes.update({verb: recipe}) or passing)
     for printer in ("print_conversion", "print_verification", "print_evaluation", "print_demo"):
         monkeypatch.setattr(cli, printer, lambda result: None)
     return recipes
@@ -66,18 +64,14 @@ def test_flags_reach_the_recipe(called: dict[str, Any]) -> None:
 
 def test_flags_win_over_the_recipe_file(called: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
-    file.write_text(
-        "source: a\nout: b\nkv_lora_rank: 8\nqk_rope_head_dim: 4\noverwrite: true\ncalib_data: [x.txt]\n"
-    )
+    file.write_text("source: a\nout: b\nkv_lora_rank: 8\nqk_rope_head_dim: 4\noverwrite: true\ncalib_data: [x.txt]\n")
     assert run("convert", "--recipe", str(file)).exit_code == 0
     assert called["convert"] == ConvertRecipe(
         "a", "b", kv_lora_rank=8, qk_rope_head_dim=4, overwrite=True, calib_data=("x.txt",)
     )
     arguments = ("convert", "SRC", "--recipe", str(file), "--no-overwrite", "--kv-lora-rank", "16")
     assert run(*arguments).exit_code == 0
-    assert called["convert"] == ConvertRecipe(
-        "SRC", "b", kv_lora_rank=16, qk_rope_head_dim=4, calib_data=("x.txt",)
-    )
+    assert called["convert"] == ConvertRecipe("SRC", "b", kv_lora_rank=16, qk_rope_head_dim=4, calib_data=("x.txt",))
     assert run("convert", "--recipe", str(file), "--cache-ratio", "0.5").exit_code == 0
     assert called["convert"].cache_ratio == 0.5 and called["convert"].kv_lora_rank is None
 
@@ -105,9 +99,7 @@ def test_a_refused_option_is_one_line_and_exit_code_2(arguments: list[str], word
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "error", [UnsupportedSource("layer 3:\n  has QK-norm"), BadCheckpoint("layer 3: has QK-norm")]
-)
+@pytest.mark.parametrize("error", [UnsupportedSource("layer 3:\n  has QK-norm"), BadCheckpoint("layer 3: has QK-norm")])
 def test_an_error_of_the_work_is_one_line_and_exit_code_2(
     called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -128,9 +120,7 @@ def test_an_unknown_flag_or_a_wrong_number_is_exit_code_2() -> None:
 
 
 @pytest.mark.parametrize("verb", ["verify", "demo"])
-def test_a_failed_check_is_exit_code_1(
-    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
+def test_a_failed_check_is_exit_code_1(called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     arguments = {"verify": ["verify", "a", "b"], "demo": ["demo"]}[verb]
     assert run(*arguments).exit_code == 0
     monkeypatch.setattr(mla_convert, verb, lambda recipe: SimpleNamespace(passed=False))

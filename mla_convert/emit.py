@@ -1,0 +1,110 @@
+"""Emit a converted model: its layers and the untouched tensors of the source, then config, record and model card."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_convert.card import model_card
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.errors import UnsupportedSource
+from mla_convert.families import SourceSpec, global_tensors, layer_tensors
+from mla_convert.layer import MLALayer
+from mla_convert.report import environment
+from mla_convert.sizes import Size, source_numbers
+from mla_convert.stock import residual_scale, stock_config, to_stock
+from mla_convert.write import RECORD, FolderWriter
+
+
+def expected_bytes(spec: SourceSpec, sizes: list[Size], dtype: torch.dtype) -> int:
+    """Bytes of the largest checkpoint that may be written."""
+    largest = 0
+    d, heads, hidden = spec.source_head_dim, spec.num_attention_heads, spec.hidden_size
+    for size in sizes:
+        rank, rope = size.kv_lora_rank, size.plan.qk_rope_head_dim
+        nope = 0 if size.plan.keeps_everything else d
+        query_and_down = (heads * (nope + rope) + rank + rope) * hidden
+        up_and_out = heads * (nope + d) * rank + heads * d * hidden
+        layer = query_and_down + up_and_out + rank + 3 * spec.intermediate_size * hidden + 2 * hidden
+        largest = max(largest, spec.num_hidden_layers * layer + 2 * spec.vocab_size * hidden + hidden)
+    return largest * dtype.itemsize
+
+
+def write_tensors(
+    checkpoint: Checkpoint,
+    spec: SourceSpec,
+    layers: Iterator[MLALayer],
+    writer: FolderWriter,
+    dtype: torch.dtype,
+    advance: Callable[[int], None],
+) -> None:
+    """Write all tensors, layer by layer; rescales the residual stream where the source's eps is not 1e-6."""
+    names, scale = global_tensors(spec), residual_scale(spec.rms_norm_eps)
+
+    def add(name: str, tensor: Tensor, factor: float = 1.0) -> None:
+        writer.add(name, (tensor.to(torch.float64) * factor if factor != 1.0 else tensor).to(dtype))
+
+    embed = checkpoint.tensor(names["embed"])
+    add("model.embed_tokens.weight", embed, scale)
+    for index, layer in enumerate(layers):
+        source = layer_tensors(spec, index)
+        prefix = f"model.layers.{index}."
+        norm = checkpoint.tensor(source["input_norm"])
+        for name, tensor in to_stock(layer, norm.to(layer.W_DKV.device), scale).items():
+            add(f"{prefix}self_attn.{name}", tensor)
+        add(f"{prefix}input_layernorm.weight", norm)
+        add(f"{prefix}post_attention_layernorm.weight", checkpoint.tensor(source["post_norm"]))
+        for role, factor in (("gate", 1.0), ("up", 1.0), ("down", scale)):
+            add(f"{prefix}mlp.{role}_proj.weight", checkpoint.tensor(source[role]), factor)
+        advance(1)
+    add("model.norm.weight", checkpoint.tensor(names["final_norm"]))
+    add("lm_head.weight", checkpoint.tensor(names["lm_head"]) if "lm_head" in names else embed)
+
+
+def publish(
+    checkpoint: Checkpoint,
+    spec: SourceSpec,
+    size: Size,
+    dtype: torch.dtype,
+    record: dict[str, Any],
+    writer: FolderWriter,
+) -> None:
+    """Complete `record`, write every file that is no tensor, and rename the folder to its name."""
+    record |= {
+        "source": {
+            "hashes": checkpoint.hashes(),
+            "consumed": checkpoint.consumed(),
+            "leftover": _no_leftover(checkpoint),
+        },
+        "kv_lora_rank": size.kv_lora_rank,
+        "qk_rope_head_dim": size.plan.qk_rope_head_dim,
+        "rope_stride": size.plan.stride,
+        "lossless": size.plan.keeps_everything,
+        "source_numbers": source_numbers(spec),
+        "environment": environment(),
+    }
+    nope = 0 if size.plan.keeps_everything else spec.source_head_dim
+    config = stock_config(spec, size.kv_lora_rank, nope, size.plan, dtype)
+    generation = checkpoint.generation_config or {
+        "_from_model_config": True,
+        **{key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+    files = {
+        RECORD: json.dumps(record, indent=2) + "\n",
+        "generation_config.json": json.dumps(generation, indent=2) + "\n",
+        "README.md": model_card(record, config),
+    }
+    writer.commit(files, checkpoint.sidecars(), config)
+
+
+def _no_leftover(checkpoint: Checkpoint) -> list[str]:
+    """The empty list; raises UnsupportedSource, before anything is published, if a tensor was never used."""
+    leftover = checkpoint.leftover()
+    if leftover:
+        raise UnsupportedSource(
+            f"{len(leftover)} tensors of the source were not consumed, first {leftover[0]}; this is a bug in "
+            "the family table: please report it with the model's name"
+        )
+    return leftover

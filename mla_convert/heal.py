@@ -1,0 +1,96 @@
+"""heal: read a written conversion back, fit its layers to the source again, and write the result as a new folder."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.emit import expected_bytes, publish, write_tensors
+from mla_convert.errors import BadCheckpoint, BadOption
+from mla_convert.families import read_spec
+from mla_convert.healing import HealReport, heal_layers
+from mla_convert.layer import MLALayer
+from mla_convert.loading import load_tokenizer, resolve_device
+from mla_convert.measure import Stage, stage
+from mla_convert.recipe import HealRecipe, HealSettings
+from mla_convert.report import progress
+from mla_convert.rope import ladder_plan
+from mla_convert.sizes import Size
+from mla_convert.stock import read_stock_layer, residual_scale
+from mla_convert.stream import LayerStream
+from mla_convert.texts import read_documents, text_hash, token_windows
+from mla_convert.write import RECORD, FolderWriter
+
+
+@dataclass(frozen=True)
+class HealResult:
+    """What was written where; held-out error of every layer before and after, relative to the residual stream."""
+
+    out: str
+    healing: tuple[HealReport, ...]
+    tokens: int
+    stages: tuple[Stage, ...]
+
+
+def heal(recipe: HealRecipe) -> HealResult:
+    """Heal recipe.converted into the folder recipe.out. Raises MlaConvertError, leaving nothing behind.
+
+    The conversion must come from recipe.source: the hashes in its conversion.json are compared.
+    """
+    settings = HealSettings(recipe.steps, recipe.windows, recipe.held_out, recipe.lr)
+    checkpoint, written = Checkpoint.open(recipe.source), Checkpoint.open(recipe.converted)
+    spec, config = read_spec(checkpoint), written.config
+    record_file = Path(recipe.converted) / RECORD
+    if not record_file.is_file():
+        raise BadCheckpoint(f"{recipe.converted} holds no {RECORD}; name a folder that `mla-convert convert` wrote")
+    record = json.loads(record_file.read_text(encoding="utf-8"))
+    if record["lossless"]:
+        raise BadOption(f"{recipe.converted} is an exact re-encoding, so there is nothing to heal")
+    if record["source"]["hashes"] != checkpoint.hashes():
+        raise BadCheckpoint(
+            f"{recipe.converted} was converted from other weights than {recipe.source} (sha256 differs); name its source"
+        )
+    size = Size(record["kv_lora_rank"], ladder_plan(spec, record["qk_rope_head_dim"], record["rope_stride"]))
+    dtype = getattr(torch, config["dtype"])
+    device = resolve_device(recipe.device)
+    writer = FolderWriter(recipe.out, expected_bytes(spec, [size], dtype), recipe.overwrite)
+    documents = read_documents(recipe.data, part="calib")
+    ids = token_windows(load_tokenizer(recipe.source), documents, recipe.window, recipe.windows)
+    if len(ids) <= recipe.held_out:
+        raise BadOption(
+            f"the text gives {len(ids)} windows of {recipe.window} tokens and {recipe.held_out} are held out; give more "
+            "text with --data, or a smaller --held-out"
+        )
+    scale = residual_scale(spec.rms_norm_eps)
+
+    def start(index: int) -> MLALayer:
+        layer = read_stock_layer(recipe.converted, index).to(torch.float64, device)
+        return replace(layer, W_O=layer.W_O / scale)  # outputs of the source's scale, as the layer was assembled
+
+    done, reports = list[Stage](), list[HealReport]()
+    stream = LayerStream(checkpoint, spec, device)
+    with TemporaryDirectory(prefix="mla_convert_") as scratch, writer, stage("heal", done):
+        with progress("healing", "steps", spec.num_hidden_layers * (1 + recipe.steps)) as advance:
+
+            def layers() -> Iterator[MLALayer]:
+                for layer, report in heal_layers(stream, ids, start, settings, Path(scratch), advance):
+                    reports.append(report)
+                    yield layer
+
+            write_tensors(checkpoint, spec, layers(), writer, dtype, advance)
+        new = {
+            "recipe": recipe.to_dict(),
+            "converted_by": {key: record[key] for key in ("recipe", "calibration", "layers", "heal", "environment")},
+            "heal": {
+                "settings": asdict(settings),
+                "sha256": text_hash(documents),
+                "tokens": recipe.steps * recipe.window,
+                "layers": [asdict(report) for report in reports],
+            },
+        }
+        publish(checkpoint, spec, size, dtype, new, writer)
+    return HealResult(recipe.out, tuple(reports), recipe.steps * recipe.window, tuple(done))

@@ -1,0 +1,198 @@
+"""Heal: layer by layer, fit the converted attention to the source's, given the inputs it will really see.
+
+For each layer in order the inputs come from the already converted prefix and the targets are the source's attention
+outputs, so errors of earlier layers are compensated. All projections but W_O are trained by Adam on
+
+    loss = mean over tokens of |attention(h') - target|^2 / |x|^2,      x: the source's residual stream there.
+
+Only attention is trained, one layer at a time: memory is one layer and four sets of hidden states (source, converted,
+inputs, targets), which go to files when they are large. A layer that does not improve on held-out windows stays as it
+was. What was tried and did worse: inputs whitened by C^-1/2 (a few noisy directions then take steps as large as the
+strong ones), and one second moment of the gradient per matrix or row.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mla_convert.factor import roots
+from mla_convert.layer import MLALayer
+from mla_convert.recipe import HealSettings
+from mla_convert.stream import LatentAttention, LayerStream
+
+logger = logging.getLogger(__name__)
+
+TRAINED = ("W_UQ", "W_QR", "W_DKV", "W_KR", "W_UK", "W_UV")
+CHECKS = 4  # times the held-out loss is looked at; the best weights win
+IN_MEMORY = 1 << 30  # bytes of one set of hidden states above which it lives in a file
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTask:
+    """What one layer is fitted to; windows first. weight is 1 / |x|^2 per token."""
+
+    inputs: Float[Tensor, "windows tokens hidden_size"]
+    targets: Float[Tensor, "windows tokens hidden_size"]
+    weight: Float[Tensor, "windows tokens"]
+
+
+@dataclass(frozen=True)
+class HealReport:
+    """Held-out loss of a layer before and after."""
+
+    before: float
+    after: float
+
+
+class _Rotation:
+    """cos and sin of all slots for positions 0..tokens-1, computed once."""
+
+    def __init__(self, layer: MLALayer, tokens: int, dtype: torch.dtype):
+        angle = torch.arange(tokens, dtype=torch.float64, device=layer.inv_freq.device)[:, None] * layer.inv_freq
+        self.cos = (layer.attention_scaling * angle.cos()).to(dtype)
+        self.sin = (layer.attention_scaling * angle.sin()).to(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        re, im = x[..., 0::2], x[..., 1::2]
+        return torch.stack((re * self.cos - im * self.sin, re * self.sin + im * self.cos), dim=-1).flatten(-2)
+
+
+def attention_output(weights: dict[str, Tensor], hidden: Tensor, scale: float, rotation: _Rotation) -> Tensor:
+    """`attend_expanded` with one product for all input projections: [batch, tokens, hidden] -> the same shape."""
+    heads, nope = weights["W_UQ"].shape[:2]
+    rope, rank, v = weights["W_KR"].shape[0], weights["W_DKV"].shape[0], weights["W_UV"].shape[1]
+    down = torch.cat([weights[n].flatten(0, -2) for n in ("W_UQ", "W_QR", "W_DKV", "W_KR")])
+    q_nope, q_pe, c, k_pe = (hidden @ down.T).split([heads * nope, heads * rope, rank, rope], dim=-1)
+    up = torch.cat((weights["W_UK"], weights["W_UV"]), dim=1)
+    kv = (c @ up.flatten(0, 1).T).unflatten(-1, (heads, nope + v)).transpose(1, 2)
+    q_pe = rotation(q_pe.unflatten(-1, (heads, rope)).transpose(1, 2).float()).to(kv.dtype)
+    k_pe = rotation(k_pe.float()).to(kv.dtype)[:, None].expand(-1, heads, -1, -1)
+    query = torch.cat((q_nope.unflatten(-1, (heads, nope)).transpose(1, 2), q_pe), dim=-1)
+    key = torch.cat((kv[..., :nope], k_pe), dim=-1)
+    # Equal widths let torch take its fused kernel; the padding is cut off again.
+    width = max(nope + rope, v)
+    query, key, value = (torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in (query, key, kv[..., nope:]))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[..., :v]
+    return out.transpose(1, 2).flatten(2) @ weights["W_O"].transpose(0, 1).flatten(1).T
+
+
+def heal_layer(
+    layer: MLALayer,
+    task: LayerTask,
+    settings: HealSettings,
+    compute: torch.dtype,
+    advance: Callable[[int], None] = lambda steps: None,
+) -> tuple[MLALayer, HealReport]:
+    """Fit `layer` (fp64) to `task`, products in `compute`; returns the better of before and after."""
+    start = with_unit_latent(layer, task.inputs)
+    params = {name: getattr(start, name).float().requires_grad_(name in TRAINED) for name in (*TRAINED, "W_O")}
+    rotation = _Rotation(layer, task.inputs.shape[1], torch.float32)
+    device, training = layer.W_DKV.device, len(task.inputs) - settings.held_out
+
+    def loss_of(window: int) -> Tensor:
+        hidden = task.inputs[window, None].to(device)
+        with torch.autocast(device.type, dtype=compute, enabled=compute != torch.float32):
+            out = attention_output(params, hidden, layer.softmax_scale, rotation)
+        error = out.float() - task.targets[window, None].to(device)
+        return (error.square().sum(-1) * task.weight[window, None].to(device)).mean()
+
+    def judge() -> float:
+        with torch.no_grad():
+            return sum(loss_of(training + i).item() for i in range(settings.held_out)) / settings.held_out
+
+    rates = {name: settings.lr * params[name].detach().square().mean().sqrt().item() for name in TRAINED}
+    groups = [{"params": [params[name]], "name": name} for name in TRAINED if params[name].numel()]
+    optimiser = torch.optim.Adam(groups, betas=(0.9, 0.98))
+    generator = torch.Generator().manual_seed(0)
+    before = best = judge()
+    kept: dict[str, Tensor] = {}
+    order: list[int] = []
+    for step in range(settings.steps):
+        order = order or torch.randperm(training, generator=generator).tolist()
+        for group in optimiser.param_groups:
+            group["lr"] = rates[group["name"]] * schedule(step, settings.steps)
+        optimiser.zero_grad(set_to_none=True)
+        loss_of(order.pop()).backward()
+        optimiser.step()
+        advance(1)
+        if (step + 1) % max(1, settings.steps // CHECKS) == 0 or step + 1 == settings.steps:
+            now = judge()
+            if now < best:  # a NaN is not
+                best, kept = now, {name: params[name].detach().double() for name in TRAINED}
+    healed = replace(start, **kept) if kept else layer  # type: ignore[arg-type]
+    return healed, HealReport(before, best)
+
+
+def schedule(step: int, steps: int) -> float:
+    """Learning rate factor: linear warm-up over a tenth of the steps, then half a cosine down to 0."""
+    return min(1.0, (step + 1) / max(1, steps // 10)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def with_unit_latent(layer: MLALayer, inputs: Tensor) -> MLALayer:
+    """The same layer with its latent in coordinates of unit covariance, so that one step size fits all of it."""
+    moment = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64, device=layer.W_DKV.device)
+    for window in inputs:
+        rows = window.to(moment.device)
+        moment += (rows.T @ rows).double()
+    root, inverse = roots(layer.W_DKV @ (moment / inputs.shape[:2].numel()) @ layer.W_DKV.T, 1e-6)
+    return replace(layer, W_DKV=inverse @ layer.W_DKV, W_UK=layer.W_UK @ root, W_UV=layer.W_UV @ root)
+
+
+def heal_layers(
+    stream: LayerStream,
+    ids: Int[Tensor, "windows tokens"],
+    start: Callable[[int], MLALayer],
+    settings: HealSettings,
+    folder: Path,
+    advance: Callable[[int], None] = lambda steps: None,
+) -> Iterator[tuple[MLALayer, HealReport]]:
+    """Healed layers in order; `start(i)` is layer i as it was converted (fp64), large states are kept in `folder`."""
+    states = stream.embed(ids)
+    source, converted = _stored(folder, "source", states), _stored(folder, "converted", states)
+    inputs, targets = _stored(folder, "inputs", states), _stored(folder, "targets", states)
+    weight = torch.empty(ids.shape)
+    compute = compute_dtype(stream.device)
+    for index in range(stream.spec.num_hidden_layers):
+        layer, mla = stream.load(index), start(index)
+        _prepare(stream, layer, source, converted, LayerTask(inputs, targets, weight))
+        healed, report = heal_layer(mla, LayerTask(inputs, targets, weight), settings, compute, advance)
+        logger.info("layer %d: held-out error %.2e -> %.2e of the residual stream", index, report.before, report.after)
+        layer.self_attn = LatentAttention(healed.to(torch.float32))
+        converted.copy_(stream.run(layer, converted))
+        yield healed, report
+
+
+def _prepare(stream: LayerStream, layer: nn.Module, source: Tensor, converted: Tensor, task: LayerTask) -> None:
+    """Advance `source` through `layer` in place; fill in the task: the converted prefix's inputs, the targets."""
+    seen: list[Tensor] = []
+    hook = layer.self_attn.register_forward_hook(lambda module, args, out: seen.append(out[0]))  # type: ignore[union-attr]
+    for i in range(len(source)):
+        here = slice(i, i + 1)
+        after = stream.run(layer, source[here])
+        out = seen.pop()
+        task.targets[here] = out.cpu()
+        task.weight[here] = 1 / (source[here] + task.targets[here]).square().sum(-1)
+        source[here] = after
+        with torch.no_grad():
+            task.inputs[here] = layer.input_layernorm(converted[here].to(stream.device)).cpu()  # type: ignore[operator]
+    hook.remove()
+
+
+def _stored(folder: Path, name: str, like: Tensor) -> Tensor:
+    """A copy of `like`, in memory or, when large, in a file of `folder`."""
+    if like.nbytes <= IN_MEMORY:
+        return like.clone()
+    path = str(folder / f"{name}.states")
+    return torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape).copy_(like)
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where its products are fast (5 times float32 on a CPU with AVX512-BF16), else float32."""
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
