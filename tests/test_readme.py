@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 import mla_convert
 from mla_convert import cli, flags
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, VerifyRecipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RECIPES = {"convert": ConvertRecipe, "verify": VerifyRecipe, "eval": EvalRecipe, "demo": DemoRecipe}
+RECIPES = {"convert": ConvertRecipe, "heal": HealRecipe, "verify": VerifyRecipe, "eval": EvalRecipe, "demo": DemoRecipe}
 
 
 def blocks(language: str) -> list[str]:
@@ -73,11 +73,13 @@ def test_the_readme_commands_run_in_order(
         if "--recipe" in arguments:  # those name models on the hub
             continue
         filled = [str(smollm_shaped) if argument == "SOURCE" else argument for argument in arguments]
+        if arguments[0] == "heal":  # shorter windows only make it quicker
+            filled += ["--window", "128"]
         result = CliRunner().invoke(cli.app, filled)
         assert result.exit_code == 0, f"{arguments}: {result.output}"
         assert result.stdout
         ran.append(arguments[0])
-    assert ran == ["convert", "verify", "eval"]
+    assert ran == ["convert", "verify", "eval", "heal"]
     for file in ("OUT/config.json", "OUT/conversion.json", "scores.json", "scores.png"):
         assert (tmp_path / file).stat().st_size > 0
 
