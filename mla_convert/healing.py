@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mla_convert.factor import roots
-from mla_convert.layer import MLALayer
+from mla_convert.layer import MLALayer, attend_expanded, rotation_table
 from mla_convert.recipe import HealSettings
 from mla_convert.stream import LatentAttention, LayerStream
 
@@ -50,38 +50,6 @@ class HealReport:
     after: float
 
 
-class _Rotation:
-    """cos and sin of all slots for positions 0..tokens-1, computed once."""
-
-    def __init__(self, layer: MLALayer, tokens: int, dtype: torch.dtype):
-        angle = torch.arange(tokens, dtype=torch.float64, device=layer.inv_freq.device)[:, None] * layer.inv_freq
-        self.cos = (layer.attention_scaling * angle.cos()).to(dtype)
-        self.sin = (layer.attention_scaling * angle.sin()).to(dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        re, im = x[..., 0::2], x[..., 1::2]
-        return torch.stack((re * self.cos - im * self.sin, re * self.sin + im * self.cos), dim=-1).flatten(-2)
-
-
-def attention_output(weights: dict[str, Tensor], hidden: Tensor, scale: float, rotation: _Rotation) -> Tensor:
-    """`attend_expanded` with one product for all input projections: [batch, tokens, hidden] -> the same shape."""
-    heads, nope = weights["W_UQ"].shape[:2]
-    rope, rank, v = weights["W_KR"].shape[0], weights["W_DKV"].shape[0], weights["W_UV"].shape[1]
-    down = torch.cat([weights[n].flatten(0, -2) for n in ("W_UQ", "W_QR", "W_DKV", "W_KR")])
-    q_nope, q_pe, c, k_pe = (hidden @ down.T).split([heads * nope, heads * rope, rank, rope], dim=-1)
-    up = torch.cat((weights["W_UK"], weights["W_UV"]), dim=1)
-    kv = (c @ up.flatten(0, 1).T).unflatten(-1, (heads, nope + v)).transpose(1, 2)
-    q_pe = rotation(q_pe.unflatten(-1, (heads, rope)).transpose(1, 2).float()).to(kv.dtype)
-    k_pe = rotation(k_pe.float()).to(kv.dtype)[:, None].expand(-1, heads, -1, -1)
-    query = torch.cat((q_nope.unflatten(-1, (heads, nope)).transpose(1, 2), q_pe), dim=-1)
-    key = torch.cat((kv[..., :nope], k_pe), dim=-1)
-    # Equal widths let torch take its fused kernel; the padding is cut off again.
-    width = max(nope + rope, v)
-    query, key, value = (torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in (query, key, kv[..., nope:]))
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[..., :v]
-    return out.transpose(1, 2).flatten(2) @ weights["W_O"].transpose(0, 1).flatten(1).T
-
-
 def heal_layer(
     layer: MLALayer,
     task: LayerTask,
@@ -91,14 +59,17 @@ def heal_layer(
 ) -> tuple[MLALayer, HealReport]:
     """Fit `layer` (fp64) to `task`, products in `compute`; returns the better of before and after."""
     start = with_unit_latent(layer, task.inputs)
-    params = {name: getattr(start, name).float().requires_grad_(name in TRAINED) for name in (*TRAINED, "W_O")}
-    rotation = _Rotation(layer, task.inputs.shape[1], torch.float32)
-    device, training = layer.W_DKV.device, len(task.inputs) - settings.held_out
+    params = {name: getattr(start, name).float().requires_grad_() for name in TRAINED}
+    trained = replace(start, **params, W_O=layer.W_O.float())
+    device = layer.W_DKV.device
+    positions = torch.arange(task.inputs.shape[1], device=device)[None]
+    table = rotation_table(positions, layer.inv_freq, layer.attention_scaling, torch.float32)
+    training = len(task.inputs) - settings.held_out
 
     def loss_of(window: int) -> Tensor:
         hidden = task.inputs[window, None].to(device)
         with torch.autocast(device.type, dtype=compute, enabled=compute != torch.float32):
-            out = attention_output(params, hidden, layer.softmax_scale, rotation)
+            out = attend_expanded(trained, hidden, positions, table)
         error = out.float() - task.targets[window, None].to(device)
         return (error.square().sum(-1) * task.weight[window, None].to(device)).mean()
 
@@ -158,6 +129,7 @@ def heal_layers(
     inputs, targets = _stored(folder, "inputs", states), _stored(folder, "targets", states)
     weight = torch.empty(ids.shape)
     compute = compute_dtype(stream.device)
+    stream.compute = compute
     for index in range(stream.spec.num_hidden_layers):
         layer, mla = stream.load(index), start(index)
         _prepare(stream, layer, source, converted, LayerTask(inputs, targets, weight))

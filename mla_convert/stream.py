@@ -60,6 +60,7 @@ class LayerStream:
 
     def __init__(self, checkpoint: Checkpoint, spec: SourceSpec, device: torch.device, batch: int = 4):
         self.checkpoint, self.spec, self.device, self.batch = checkpoint, spec, device, batch
+        self.compute = torch.float32  # type of matrix products; the residual stream is float32 in any case
         config = dict(spec.config)
         self.config = AutoConfig.for_model(config.pop("model_type"), **config)
         with torch.device("meta"):
@@ -104,7 +105,8 @@ class LayerStream:
         for part, out in zip(states.split(self.batch), after.split(self.batch), strict=True):
             x = part.to(self.device)
             rotation = self.rotary(x, position_ids=positions)
-            out.copy_(layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotation))
+            with torch.autocast(self.device.type, dtype=self.compute, enabled=self.compute != torch.float32):
+                out.copy_(layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotation))
         if handle is not None:
             handle.remove()
         return after
