@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists, UnsupportedSource
+from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.options import Recipe, resolve
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mla_convert.convert import ConvertResult
     from mla_convert.demo import DemoResult
     from mla_convert.evaluate import EvalResult
+    from mla_convert.finetune import FinetuneResult
     from mla_convert.heal import HealResult
     from mla_convert.verify import VerifyResult
 
@@ -34,6 +36,7 @@ __all__ = [
     "ConvertRecipe",
     "DemoRecipe",
     "EvalRecipe",
+    "FinetuneRecipe",
     "HealRecipe",
     "MlaConvertError",
     "TargetExists",
@@ -44,6 +47,7 @@ __all__ = [
     "convert",
     "demo",
     "evaluate",
+    "finetune",
     "heal",
     "verify",
 ]
@@ -65,6 +69,12 @@ def convert(recipe: ConvertRecipe | None = None, **options: Any) -> "ConvertResu
 def heal(recipe: HealRecipe | None = None, **options: Any) -> "HealResult":
     """Fit the layers of a conversion to its source again; see HealRecipe. Writes a new folder."""
     result: HealResult = _verb("heal", resolve(HealRecipe, recipe, options))
+    return result
+
+
+def finetune(recipe: FinetuneRecipe | None = None, **options: Any) -> "FinetuneResult":
+    """Distil the source into a conversion of it; see FinetuneRecipe. Writes a new folder; continues a killed run."""
+    result: FinetuneResult = _verb("finetune", resolve(FinetuneRecipe, recipe, options))
     return result
 
 
@@ -96,7 +106,8 @@ class _Package(ModuleType):
     """Keeps `mla_convert.convert` the function: importing the submodule of that name would replace it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (isinstance(value, ModuleType) and name in ("convert", "heal", "verify", "evaluate", "demo")):
+        verbs = ("convert", "heal", "finetune", "verify", "evaluate", "demo")
+        if not (isinstance(value, ModuleType) and name in verbs):
             super().__setattr__(name, value)
 
 

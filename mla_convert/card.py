@@ -26,6 +26,7 @@ The licence of the source applies.
 
 EXACT = "The re-encoding is exact."
 UNTRAINED = "It has not been trained after the conversion."
+TRAINED = "After the conversion it was distilled on {tokens:,} tokens (held-out KL {before:.3f} -> {after:.3f} nats)."
 STOCK_ROPE = "RoPE is plain, so any engine with DeepSeek-V3 support computes the same."
 SCALED_ROPE = (
     "The rope_type is {kind}: transformers computes it as the source does, and so does vLLM with "
@@ -37,6 +38,8 @@ def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
     """README.md of the folder, from conversion.json's `record` and the written `config`."""
     numbers = record["kv_lora_rank"] + record["qk_rope_head_dim"]
     kind = config["rope_parameters"]["rope_type"]
+    tuned = record.get("finetune")
+    trained = TRAINED.format(tokens=tuned["tokens"], **tuned["held_out_kl"]) if tuned else UNTRAINED
     return CARD.format(
         name=record["recipe"]["source"].rstrip("/").rsplit("/", 1)[-1],
         version=record["environment"]["versions"]["mla_convert"],
@@ -45,6 +48,6 @@ def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
         rope=record["qk_rope_head_dim"],
         source_numbers=record["source_numbers"],
         percent=100 * numbers / record["source_numbers"],
-        kind=EXACT if record["lossless"] else UNTRAINED,
+        kind=EXACT if record["lossless"] else trained,
         engines=STOCK_ROPE if kind == "default" else SCALED_ROPE.format(kind=kind),
     )

@@ -15,6 +15,7 @@ from rich.table import Table
 
 import mla_convert
 from mla_convert.errors import MlaConvertError
+from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.flags import parameters_of, recipe_from_flags
 from mla_convert.options import Recipe
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
@@ -92,6 +93,15 @@ def convert(recipe: ConvertRecipe) -> None:
 def heal(recipe: HealRecipe) -> None:
     """Fit the layers of CONVERTED to SOURCE's, on text, and write the result to OUT."""
     print_healing(mla_convert.heal(recipe))
+
+
+@command(FinetuneRecipe, "finetune")
+def finetune(recipe: FinetuneRecipe) -> None:
+    """Distil SOURCE into CONVERTED with the logits of both on text; a killed run continues where it was."""
+    result = mla_convert.finetune(recipe)
+    from mla_convert.finetune import print_finetune  # here, because it loads torch and --help must not
+
+    print_finetune(result)
 
 
 @command(VerifyRecipe, "verify")

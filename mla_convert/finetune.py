@@ -1,0 +1,249 @@
+"""finetune: distil the source into a converted checkpoint, and write the result as a stock folder again.
+
+Everything unfinished lives in OUT.training (checkpoints, the best tensors so far, cached logits); the same call
+continues from there after a kill. It is deleted once OUT is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import PrinterCallback, TrainingArguments
+
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.distill import LossWeights
+from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError
+from mla_convert.finetune_recipe import FinetuneRecipe
+from mla_convert.healing import compute_dtype
+from mla_convert.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
+from mla_convert.report import progress, write_json
+from mla_convert.stock import residual_scale
+from mla_convert.teacher import CachedTeacher, LiveTeacher, write_cache
+from mla_convert.train_data import TrainingText, read_training_text
+from mla_convert.train_export import Exported, Outcome, export, writer_of
+from mla_convert.train_model import Student, choose_trained, open_latent, unit_latent
+from mla_convert.trainer import BEST, DistillTrainer, ShowProgress, StopOnSigterm, last_checkpoint, read_best
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 20  # one step in so many is warm-up
+CLIP = 1.0  # norm of the gradient, nats per unit of weight
+GAUGE_WINDOWS = 4
+MACHINE_OPTIONS = ("device", "tensorboard", "overwrite", "data", "eval_data")  # may change between kill and resume
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What training did: held-out KL to the source (nats per token) before and after, at the step that won.
+
+    curve: {"step", "loss"} and {"step", "eval_kl", "eval_ce"} entries. max_difference: of logits on export, relative
+    to the largest; None but in the main process.
+    """
+
+    out: str
+    tokens: int
+    kl_before: float
+    kl_after: float
+    best_step: int
+    max_difference: float | None
+    curve: tuple[dict[str, float], ...]
+
+
+def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
+    """Train recipe.converted towards recipe.source and write recipe.out. Raises MlaConvertError, OUT untouched then.
+
+    Under `accelerate launch` or torchrun every process calls this; the main one writes.
+    """
+    source, converted = Checkpoint.open(recipe.source), Checkpoint.open(recipe.converted)
+    record = _read_record(recipe, source)
+    writer = writer_of(recipe, converted)
+    tokenizer = load_tokenizer(recipe.converted)
+    text = read_training_text(recipe, tokenizer)
+    if int(text.windows.max()) >= converted.config["vocab_size"]:
+        raise BadCheckpoint(
+            f"the tokenizer of {recipe.converted} gives token id {int(text.windows.max())}, but config.json says "
+            f"vocab_size={converted.config['vocab_size']}; put the model's own tokenizer there"
+        )
+    work = Path(f"{Path(recipe.out).expanduser().resolve()}.training")
+    args = training_arguments(recipe, work)
+    if args.process_index == 0:
+        _claim(work, recipe, record, text)
+    _barrier(args)
+    trainer = _trainer(recipe, args, text, residual_scale(float(source.config["rms_norm_eps"])))
+    checkpoint = last_checkpoint(work)
+    if checkpoint is not None:
+        logger.info("continuing from %s", checkpoint)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if trainer.state.global_step < recipe.steps:
+        raise MlaConvertError(
+            f"stopped by a signal after step {trainer.state.global_step} of {recipe.steps}; the state is in {work}, "
+            "and the same command continues from there"
+        )
+    curve, judge = _curve(trainer), text.held_out[:1]
+    del trainer
+    step, kl = read_best(work / BEST)
+    before = next(entry["eval_kl"] for entry in curve if "eval_kl" in entry)
+    outcome = Outcome(recipe, text.sha256, curve, step, before, kl)
+    done: Exported | None = None
+    if args.process_index == 0:
+        done = export(outcome, writer, converted, record, work, judge, resolve_device(recipe.device))
+    _barrier(args)
+    if args.process_index == 0:
+        shutil.rmtree(work, ignore_errors=True)
+    seen = recipe.steps * recipe.batch_size * recipe.window
+    return FinetuneResult(recipe.out, seen, before, kl, step, done.max_difference if done else None, tuple(curve))
+
+
+def training_arguments(recipe: FinetuneRecipe, work: Path) -> TrainingArguments:
+    """The recipe in transformers' words. Raises BadOption where the processes do not divide the batch."""
+    device = resolve_device(recipe.device)
+    if ":" in recipe.device:
+        raise BadOption(f"device={recipe.device}: training takes cpu or cuda; choose the GPU by CUDA_VISIBLE_DEVICES")
+    compute = compute_dtype(device) if recipe.dtype == "auto" else resolve_dtype(recipe.dtype)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if recipe.batch_size % (recipe.micro_batch * processes):
+        raise BadOption(
+            f"batch_size={recipe.batch_size} is no multiple of micro_batch x processes = {recipe.micro_batch} x "
+            f"{processes}; change one of them"
+        )
+    if recipe.tensorboard:
+        os.environ["TENSORBOARD_LOGGING_DIR"] = recipe.tensorboard
+    args = TrainingArguments(
+        output_dir=str(work),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.micro_batch,
+        gradient_accumulation_steps=recipe.batch_size // (recipe.micro_batch * processes),
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, recipe.steps // WARM_UP),
+        max_grad_norm=CLIP,
+        bf16=compute == torch.bfloat16,
+        use_cpu=device.type == "cpu",
+        seed=recipe.seed,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=recipe.eval_every,
+        eval_on_start=True,
+        save_strategy="steps",
+        save_steps=recipe.eval_every,
+        save_total_limit=2,
+        report_to=["tensorboard"] if recipe.tensorboard else [],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        dataloader_pin_memory=False,
+    )
+    if processes == 1:
+        args._n_gpu = min(args.n_gpu, 1)  # several GPUs in one process would mean DataParallel
+    return args
+
+
+def _trainer(recipe: FinetuneRecipe, args: TrainingArguments, text: TrainingText, scale: float) -> DistillTrainer:
+    compute = torch.bfloat16 if args.bf16 else torch.float32
+    device = torch.device(args.device)
+    stored = compute if device.type == "cuda" else torch.float32
+    live = LiveTeacher(load_model(recipe.source, stored, device), compute, recipe.hidden_weight > 0)
+    judges = [{key: value.cpu() for key, value in live(ids[None]).items() if key == "hidden"} for ids in text.held_out]
+    teacher: Any = live
+    teacher_head = live.head
+    if recipe.cache_logits:
+        cache = Path(str(args.output_dir), "logits")
+        if args.process_index == 0:
+            with progress("running the source", "tokens", len(set(text.order)) * recipe.window) as advance:
+                write_cache(live, text.windows, text.order, recipe.cache_logits, recipe.temperature, cache, advance)
+        _barrier(args)
+        teacher = CachedTeacher(cache, device)
+        del live
+    model = prepared(recipe, device, text.windows)
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    weights = LossWeights(recipe.kd_weight, recipe.temperature, recipe.hidden_weight)
+    student = Student(model, teacher_head, weights, scale)
+    trainer = DistillTrainer(student, args, text, teacher, judges, relative=recipe.train != "lora")
+    trainer.remove_callback(PrinterCallback)  # ShowProgress says it
+    trainer.add_callback(StopOnSigterm())
+    trainer.add_callback(ShowProgress(recipe.batch_size * recipe.window))
+    return trainer
+
+
+def prepared(recipe: FinetuneRecipe, device: torch.device, windows: Tensor) -> Any:
+    """The converted model in fp32, its latent norm open, adapters in, requires_grad set."""
+    model = load_model(recipe.converted, torch.float32, device)
+    open_latent(model)
+    if recipe.train != "lora":  # adapters are added to the matrices as they were written
+        unit_latent(model, windows[:GAUGE_WINDOWS])
+    choose_trained(model, recipe.train, recipe.lora_rank, recipe.seed)
+    return model
+
+
+def _read_record(recipe: FinetuneRecipe, source: Checkpoint) -> dict[str, Any]:
+    """conversion.json of CONVERTED. Raises BadCheckpoint or BadOption if it is no conversion of SOURCE to train."""
+    path = Path(recipe.converted).expanduser() / "conversion.json"
+    if not path.is_file():
+        raise BadCheckpoint(f"{recipe.converted}: no conversion.json; name a folder that `mla-convert convert` wrote")
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if record.get("lossless"):
+        raise BadOption(f"{recipe.converted} is lossless: it has nothing to win back; convert to a smaller cache first")
+    hashes, recorded = source.hashes(), record.get("source", {}).get("hashes", {})
+    if hashes != recorded:
+        name = min(n for n in hashes | recorded if hashes.get(n) != recorded.get(n))
+        raise BadCheckpoint(
+            f"{recipe.converted} was not converted from {recipe.source}: {name} has sha256 "
+            f"{str(hashes.get(name))[:12]}, conversion.json says {str(recorded.get(name))[:12]}; name its own source"
+        )
+    return record
+
+
+def _claim(work: Path, recipe: FinetuneRecipe, record: dict[str, Any], text: TrainingText) -> None:
+    """Make OUT.training this run's own. Raises BadOption if it holds a run with other options."""
+    mine = {key: value for key, value in recipe.to_dict().items() if key not in MACHINE_OPTIONS}
+    mine |= {"text": text.sha256, "weights_of": record["source"]["hashes"], "start": _config_stamp(recipe)}
+    file = work / "settings.json"
+    if file.is_file():
+        theirs = json.loads(file.read_text(encoding="utf-8"))
+        for key in mine:
+            if theirs.get(key) != mine[key]:
+                raise BadOption(
+                    f"{work} holds an unfinished run with {key}={theirs.get(key)}, now {key}={mine[key]}; delete that "
+                    "folder, or call with the same options to continue it"
+                )
+        return
+    if work.exists() and any(work.iterdir()):
+        raise BadOption(f"{work} is not empty and holds no run of mla-convert; choose another OUT")
+    work.mkdir(parents=True, exist_ok=True)
+    write_json(mine, file)
+
+
+def _config_stamp(recipe: FinetuneRecipe) -> dict[str, str]:
+    return Checkpoint.open(recipe.converted).hashes()
+
+
+def _curve(trainer: DistillTrainer) -> list[dict[str, float]]:
+    keys = ("step", "loss", "grad_norm", "learning_rate", "eval_kl", "eval_ce")
+    history = (e for e in trainer.state.log_history if "loss" in e or "eval_kl" in e)
+    return [{key: entry[key] for key in keys if key in entry} for entry in history]
+
+
+def _barrier(args: TrainingArguments) -> None:
+    if args.world_size > 1:
+        torch.distributed.barrier()
+
+
+def print_finetune(result: FinetuneResult) -> None:
+    """One line on stdout (main process)."""
+    if os.environ.get("RANK", "0") == "0":
+        Console().print(
+            f"written to {result.out}: held-out KL {result.kl_before:.4f} -> {result.kl_after:.4f} nats per token "
+            f"(step {result.best_step}), {result.tokens:,} tokens seen; export changed logits by at most "
+            f"{result.max_difference:.1e} of the largest",
+            soft_wrap=True,
+        )
