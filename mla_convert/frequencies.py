@@ -97,6 +97,17 @@ def read_rope_parameters(config: dict[str, Any], max_position_embeddings: int) -
     return readings[0]
 
 
+def longrope_frequencies(factors: torch.Tensor, rope_theta: float) -> torch.Tensor:
+    """Return fp64 [slots] radians per token of a longrope config's factor list [slots]; its own inverse.
+
+    transformers rounds theta^(2s/p) to float32 before it applies a factor. Taking the rounded powers here makes the
+    factors of a wanted list cancel that rounding (of up to 2e-7, a thousandth of a radian at 4096 tokens).
+    """
+    width = 2 * len(factors)
+    powers = rope_theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+    return 1 / (factors.double() * powers.double())
+
+
 def inverse_frequencies(rope: dict[str, Any], source_head_dim: int) -> torch.Tensor:
     """Return fp64 [source_head_dim/2] radians per token, fastest first.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mla_convert.errors import BadOption, UnsupportedSource
 from mla_convert.families import SourceSpec
-from mla_convert.frequencies import inverse_frequencies
+from mla_convert.frequencies import inverse_frequencies, longrope_frequencies
 
 # Relative; config files hold theta' with 16 digits, classes compute in fp32 (6e-8).
 FREQUENCY_TOLERANCE = 1e-6
@@ -95,9 +95,8 @@ def lossless_plan(spec: SourceSpec) -> RopePlan:
     index = tuple(range(pairs)) * spec.num_key_value_heads
     if spec.num_key_value_heads == 1:
         return RopePlan(index, dict(spec.rope_parameters), None)
-    theta, width = float(spec.rope_parameters["rope_theta"]), 2 * len(index)
-    plain = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    factors = (plain / spec.inv_freq[list(index)]).tolist()
+    theta = float(spec.rope_parameters["rope_theta"])
+    factors = longrope_frequencies(spec.inv_freq[list(index)], theta).tolist()
     parameters = {
         "rope_type": "longrope",
         "rope_theta": theta,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.families import SourceSpec
-from mla_convert.frequencies import inverse_frequencies
+from mla_convert.frequencies import inverse_frequencies, longrope_frequencies
 from mla_convert.layer import MLALayer
 from mla_convert.rope import RopePlan
 
@@ -171,5 +171,4 @@ def written_frequencies(config: dict[str, Any]) -> Tensor:
     rope, width = config["rope_parameters"], config["qk_rope_head_dim"]
     if rope["rope_type"] != "longrope":
         return inverse_frequencies(rope, width)
-    plain = inverse_frequencies({"rope_type": "default", "rope_theta": rope["rope_theta"]}, width)
-    return plain / torch.tensor(rope["short_factor"], dtype=torch.float64)
+    return longrope_frequencies(torch.tensor(rope["short_factor"], dtype=torch.float64), rope["rope_theta"])
