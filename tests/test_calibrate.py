@@ -108,9 +108,7 @@ def test_the_second_moment_is_that_of_the_attention_inputs(folder: Path, tmp_pat
         assert off(found.input, want) <= 1e-6  # measured 8.2e-8
         assert off(found.input, previous) > 1e-2  # control: the layer before; measured 0.56 or more
         previous = want
-        torch.testing.assert_close(
-            found.input[-1, :-1], h.sum(0), rtol=0, atol=1e-4
-        )  # measured 1.5e-5 of 154
+        torch.testing.assert_close(found.input[-1, :-1], h.sum(0), rtol=0, atol=1e-4)  # measured 1.5e-5 of 154
         if layer < LAYERS - 1:  # the last one is stored after the final norm
             energy = output.hidden_states[layer + 1].double().square().sum(-1).log().sum().item()
             assert found.log_energy.item() == pytest.approx(energy, rel=1e-6)  # measured 0
@@ -119,8 +117,7 @@ def test_the_second_moment_is_that_of_the_attention_inputs(folder: Path, tmp_pat
 def heads_of(attention: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Unrotated queries, keys and values [heads, tokens, width], KV heads repeated."""
     q, k, v = (
-        p(h).unflatten(1, (-1, WIDTH)).transpose(0, 1)
-        for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        p(h).unflatten(1, (-1, WIDTH)).transpose(0, 1) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     return q, k.repeat_interleave(HEADS // GROUPS, 0), v.repeat_interleave(HEADS // GROUPS, 0)
 
@@ -154,9 +151,7 @@ class Brute:
                 scores = rotating[head, t, : t + 1] * self.spec.softmax_scale
                 seen, value = h[: t + 1], v[head, : t + 1]
 
-                def output(
-                    shift: Tensor, s: Tensor = scores, value: Tensor = value, head: int = head
-                ) -> Tensor:
+                def output(shift: Tensor, s: Tensor = scores, value: Tensor = value, head: int = head) -> Tensor:
                     return self.W_O[head] @ (torch.softmax(s + shift, 0) @ value)
 
                 by_score = torch.autograd.functional.jacobian(output, torch.zeros_like(scores))
@@ -197,9 +192,7 @@ def test_attention_moments_are_the_derivatives_of_the_output(folder: Path, every
         assert off(getattr(found, name).flip(0), want) > 1e-2, name  # control: heads reversed, 0.14 or more
 
 
-def test_moments_of_two_texts_merge_into_those_of_both(
-    folder: Path, tmp_path: Path, every_position: None
-) -> None:
+def test_moments_of_two_texts_merge_into_those_of_both(folder: Path, tmp_path: Path, every_position: None) -> None:
     one, two = IDS[:4], IDS[4:]  # the stream's batch is 4
     first, second, both = (
         moments_of(folder, ids, tmp_path / name) for ids, name in ((one, "1"), (two, "2"), (IDS, "3"))

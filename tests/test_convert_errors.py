@@ -60,9 +60,7 @@ def size(sources: dict[str, Path]) -> dict[str, Any]:
 def imports_done(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> None:
     """Modules are loaded by the first call, which is not what is timed."""
     out = tmp_path_factory.mktemp("imports") / "out"
-    mla_convert.convert(
-        source=sources["whole"], out=out, cache_ratio=0.5, calib_data=[str(sources["text"])], window=64
-    )
+    mla_convert.convert(source=sources["whole"], out=out, cache_ratio=0.5, calib_data=[str(sources["text"])], window=64)
 
 
 @pytest.fixture
@@ -78,8 +76,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def tree(folder: Path) -> dict[str, int]:
     """Every path below `folder` with the hash of its content."""
     return {
-        str(path.relative_to(folder)): hash(path.read_bytes()) if path.is_file() else 0
-        for path in folder.rglob("*")
+        str(path.relative_to(folder)): hash(path.read_bytes()) if path.is_file() else 0 for path in folder.rglob("*")
     }
 
 

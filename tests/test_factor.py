@@ -37,23 +37,15 @@ def positive(size: int, seed: int = 0) -> Tensor:
     return (basis * torch.logspace(0, -3, size, dtype=torch.float64)) @ basis.T
 
 
-def alike(
-    seed: int = 0, widths: tuple[int, ...] = WIDTHS, hidden: int = HIDDEN
-) -> tuple[list[Block], Tensor]:
+def alike(seed: int = 0, widths: tuple[int, ...] = WIDTHS, hidden: int = HIDDEN) -> tuple[list[Block], Tensor]:
     """Blocks that all see the same inputs, and the second moment of those."""
     C = positive(hidden, seed + 50)
-    return [
-        Block(random(w, hidden, seed=seed + i), positive(w, seed + i), C) for i, w in enumerate(widths)
-    ], C
+    return [Block(random(w, hidden, seed=seed + i), positive(w, seed + i), C) for i, w in enumerate(widths)], C
 
 
-def different(
-    seed: int = 0, widths: tuple[int, ...] = WIDTHS, hidden: int = HIDDEN
-) -> tuple[list[Block], Tensor]:
+def different(seed: int = 0, widths: tuple[int, ...] = WIDTHS, hidden: int = HIDDEN) -> tuple[list[Block], Tensor]:
     """Blocks with inputs of their own, and the mean of their second moments."""
-    blocks = [
-        replace(b, C=positive(hidden, seed + 60 + i)) for i, b in enumerate(alike(seed, widths, hidden)[0])
-    ]
+    blocks = [replace(b, C=positive(hidden, seed + 60 + i)) for i, b in enumerate(alike(seed, widths, hidden)[0])]
     return blocks, sum((b.C for b in blocks), torch.zeros(hidden, hidden, dtype=torch.float64)) / len(blocks)
 
 
@@ -61,9 +53,7 @@ def brute_loss(blocks: list[Block], E: Tensor, ups: list[Tensor]) -> float:
     """sum_b |M^1/2 (W - D E) C^1/2|^2 with matrix roots from an SVD."""
     total = 0.0
     for block, up in zip(blocks, ups, strict=True):
-        left, right = (
-            (u * s.sqrt()) @ u.T for u, s, _ in (torch.linalg.svd(block.M), torch.linalg.svd(block.C))
-        )
+        left, right = ((u * s.sqrt()) @ u.T for u, s, _ in (torch.linalg.svd(block.M), torch.linalg.svd(block.C)))
         total += (left @ (block.W - up @ E) @ right).square().sum().item()
     return total
 
@@ -160,9 +150,7 @@ def test_for_any_sizes_the_best_sweep_is_returned_and_more_rank_never_hurts(
 
 
 @pytest.mark.parametrize("rank", [1, 9, 20])
-@pytest.mark.parametrize(
-    "damage", ["dead inputs", "zero inputs", "dead outputs", "zero output", "twins", "zero W"]
-)
+@pytest.mark.parametrize("damage", ["dead inputs", "zero inputs", "dead outputs", "zero output", "twins", "zero W"])
 def test_singular_moments_give_finite_factors_that_still_fit(damage: str, rank: int) -> None:
     """Directions that text or model never use: whole zero moments, too, as a head with W_O = 0 has."""
     blocks, C = different(8)
@@ -208,9 +196,7 @@ def test_refit_down_solves_its_normal_equations(shared: bool) -> None:
 
     def residual(E: Tensor) -> float:
         target = sum((up.T @ b.M @ b.W @ b.C for b, up in zip(blocks, ups, strict=True)), torch.zeros_like(E))
-        image = sum(
-            (up.T @ b.M @ up @ E @ b.C for b, up in zip(blocks, ups, strict=True)), torch.zeros_like(E)
-        )
+        image = sum((up.T @ b.M @ up @ E @ b.C for b, up in zip(blocks, ups, strict=True)), torch.zeros_like(E))
         return ((image - target).norm() / target.norm()).item()
 
     E = refit_down(blocks, start, ups, steps=400)

@@ -231,9 +231,7 @@ def test_overwrite_replaces_earlier_conversions_only(tmp_path: Path) -> None:
     put(out, 2.0, overwrite=True)
     assert value_in(out) == 2 and "stale.txt" not in names(out)
     (out / RECORD).unlink()
-    with pytest.raises(
-        TargetExists, match=rf"replaces only folders written by mla-convert.*holds no {RECORD}"
-    ):
+    with pytest.raises(TargetExists, match=rf"replaces only folders written by mla-convert.*holds no {RECORD}"):
         put(out, 3.0, overwrite=True)
     assert value_in(out) == 2 and names(tmp_path) == ["out"]
 
@@ -248,9 +246,7 @@ def test_what_appears_at_the_target_meanwhile_is_not_replaced(tmp_path: Path) ->
     assert names(tmp_path) == ["out"] and names(out) == ["precious"]
 
 
-def test_the_earlier_conversion_comes_back_if_publishing_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_earlier_conversion_comes_back_if_publishing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     put(out)
     rename = Path.rename
@@ -274,9 +270,7 @@ def test_a_linked_folder_is_filled_where_it_is(tmp_path: Path) -> None:
     assert names(tmp_path) == ["disk", "link"] and names(tmp_path / "disk") == ["real"]
 
 
-def test_a_target_that_cannot_be_made_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_cannot_be_made_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadOption, match=r"file/a/b, but .*/file is a file, not a folder"):
         FolderWriter(tmp_path / "file" / "a" / "b", 0)
@@ -288,9 +282,7 @@ def test_a_target_that_cannot_be_made_is_refused_at_once(
     assert names(tmp_path) == ["file"]
 
 
-def test_a_full_disk_is_seen_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     asked: list[Path] = []
 
@@ -299,9 +291,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(
         return usage(10**10, 0, 1_500_000_000)
 
     monkeypatch.setattr(shutil, "disk_usage", nearly_full)
-    with pytest.raises(
-        MlaConvertError, match=r"no space left: the checkpoint needs 1\.60 GB and .* has 1\.50 GB free"
-    ):
+    with pytest.raises(MlaConvertError, match=r"no space left: the checkpoint needs 1\.60 GB and .* has 1\.50 GB free"):
         FolderWriter(tmp_path / "new" / "out", 1_600_000_000)
     assert asked == [tmp_path] and names(tmp_path) == []
     FolderWriter(tmp_path / "new" / "out", 1_500_000_000)
@@ -322,16 +312,12 @@ def test_a_disk_that_fills_up_is_named_and_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(*((write, "save_file", full) if when == "shard" else (Path, "write_text", full_text)))
-    with pytest.raises(
-        MlaConvertError, match=rf"no space left on the disk of {tmp_path}; nothing was written"
-    ):
+    with pytest.raises(MlaConvertError, match=rf"no space left on the disk of {tmp_path}; nothing was written"):
         put(tmp_path / "out")
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "error", [SafetensorError("Error while serializing: io"), OSError(errno.EIO, "disk is dying")]
-)
+@pytest.mark.parametrize("error", [SafetensorError("Error while serializing: io"), OSError(errno.EIO, "disk is dying")])
 def test_other_errors_of_the_disk_keep_their_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
