@@ -83,6 +83,7 @@ def demo(recipe: DemoRecipe) -> DemoResult:
                 out=converted,
                 kv_lora_rank=KV_LORA_RANK,
                 qk_rope_head_dim=QK_ROPE_HEAD_DIM,
+                heal=recipe.heal,
                 dtype="float32",
                 device=recipe.device,
                 overwrite=recipe.overwrite,
@@ -166,7 +167,7 @@ def _figures(result: DemoResult) -> Table:
     source, converted = scores[True], scores[False]
     assert converted.kl is not None and converted.top1_agreement is not None  # a reference was named
     tokens = result.evaluation.tokens_scored
-    title = f"SmolLM2-135M-Instruct, no training, {tokens:,} held-out tokens"
+    title = f"SmolLM2-135M-Instruct at half its KV cache, {tokens:,} held-out tokens"
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("source", "converted", "change"):

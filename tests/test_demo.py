@@ -24,7 +24,7 @@ def test_the_whole_demo_on_a_tiny_model(
 ) -> None:
     source, out = smollm_shaped, tmp_path / "out"
     monkeypatch.setattr(sys.modules[DEMO], "find_model", lambda: source)
-    result = demo(DemoRecipe(out=str(out), windows=2))
+    result = demo(DemoRecipe(out=str(out), windows=2, heal="steps=3,windows=6"))
     assert result.passed
     assert {entry.name for entry in out.iterdir()} == {"checkpoint", "demo.json", "demo.png"}
     assert [stage.name for stage in result.stages] == ["convert", "verify", "evaluate", "answer"]
