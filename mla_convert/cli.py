@@ -98,10 +98,7 @@ def heal(recipe: HealRecipe) -> None:
 @command(FinetuneRecipe, "finetune")
 def finetune(recipe: FinetuneRecipe) -> None:
     """Distil SOURCE into CONVERTED with the logits of both on text; a killed run continues where it was."""
-    result = mla_convert.finetune(recipe)
-    from mla_convert.finetune import print_finetune  # here, because it loads torch and --help must not
-
-    print_finetune(result)
+    print_finetuning(mla_convert.finetune(recipe))
 
 
 @command(VerifyRecipe, "verify")
@@ -154,6 +151,18 @@ def _add_healing_and_stages(table: Table, result: Any) -> None:
         )
     for taken in result.stages:
         table.add_row(taken.name, f"{taken.seconds:.1f} s, peak memory {taken.peak_rss / 2**30:.2f} GiB")
+
+
+def print_finetuning(result: Any) -> None:
+    """What `finetune` reached, as a table on stdout; under a launcher the main process speaks for all."""
+    if result.max_difference is None:
+        return
+    table = Table(title=f"written to {result.out}", title_justify="left", show_header=False)
+    table.add_row("held-out KL to the source, nats per token", f"{result.kl_before:.4f} -> {result.kl_after:.4f}")
+    table.add_row("best step", str(result.best_step))
+    table.add_row("tokens seen", f"{result.tokens:,}")
+    table.add_row("largest change of a logit on export", f"{result.max_difference:.1e} of the largest")
+    Console().print(table)
 
 
 def print_demo(result: Any) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments
 
@@ -31,7 +30,15 @@ from mla_convert.teacher import CachedTeacher, LiveTeacher, write_cache
 from mla_convert.train_data import TrainingText, read_training_text
 from mla_convert.train_export import Exported, Outcome, export, writer_of
 from mla_convert.train_model import Student, choose_trained, open_latent, unit_latent
-from mla_convert.trainer import BEST, DistillTrainer, ShowProgress, StopOnSigterm, last_checkpoint, read_best
+from mla_convert.trainer import (
+    BEST,
+    DistillTrainer,
+    JudgeAtEnd,
+    ShowProgress,
+    StopOnSigterm,
+    last_checkpoint,
+    read_best,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +89,7 @@ def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
     checkpoint = last_checkpoint(work)
     if checkpoint is not None:
         logger.info("continuing from %s", checkpoint)
+    trainer.args.eval_on_start = checkpoint is None
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if trainer.state.global_step < recipe.steps:
         raise MlaConvertError(
@@ -105,9 +113,9 @@ def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
 
 def training_arguments(recipe: FinetuneRecipe, work: Path) -> TrainingArguments:
     """The recipe in transformers' words. Raises BadOption where the processes do not divide the batch."""
-    device = resolve_device(recipe.device)
     if ":" in recipe.device:
         raise BadOption(f"device={recipe.device}: training takes cpu or cuda; choose the GPU by CUDA_VISIBLE_DEVICES")
+    device = resolve_device(recipe.device)
     compute = compute_dtype(device) if recipe.dtype == "auto" else resolve_dtype(recipe.dtype)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.batch_size % (recipe.micro_batch * processes):
@@ -132,7 +140,6 @@ def training_arguments(recipe: FinetuneRecipe, work: Path) -> TrainingArguments:
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=recipe.eval_every,
-        eval_on_start=True,
         save_strategy="steps",
         save_steps=recipe.eval_every,
         save_total_limit=2,
@@ -165,11 +172,14 @@ def _trainer(recipe: FinetuneRecipe, args: TrainingArguments, text: TrainingText
         del live
     model = prepared(recipe, device, text.windows)
     if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # renamed in transformers 5.24; older releases know only the old name
+        newer = getattr(model, "activation_checkpointing_enable", None)
+        (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     weights = LossWeights(recipe.kd_weight, recipe.temperature, recipe.hidden_weight)
     student = Student(model, teacher_head, weights, scale)
     trainer = DistillTrainer(student, args, text, teacher, judges, relative=recipe.train != "lora")
     trainer.remove_callback(PrinterCallback)  # ShowProgress says it
+    trainer.add_callback(JudgeAtEnd())
     trainer.add_callback(StopOnSigterm())
     trainer.add_callback(ShowProgress(recipe.batch_size * recipe.window))
     return trainer
@@ -236,14 +246,3 @@ def _curve(trainer: DistillTrainer) -> list[dict[str, float]]:
 def _barrier(args: TrainingArguments) -> None:
     if args.world_size > 1:
         torch.distributed.barrier()
-
-
-def print_finetune(result: FinetuneResult) -> None:
-    """One line on stdout (main process)."""
-    if os.environ.get("RANK", "0") == "0":
-        Console().print(
-            f"written to {result.out}: held-out KL {result.kl_before:.4f} -> {result.kl_after:.4f} nats per token "
-            f"(step {result.best_step}), {result.tokens:,} tokens seen; export changed logits by at most "
-            f"{result.max_difference:.1e} of the largest",
-            soft_wrap=True,
-        )

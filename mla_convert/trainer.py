@@ -83,10 +83,6 @@ class DistillTrainer(Trainer):
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """KL(source || model) at temperature 1 and cross-entropy on the held-out windows, nats per token."""
-        step = self.state.global_step
-        known = [e for e in self.state.log_history if e.get("step") == step and "eval_kl" in e]
-        if known:  # a resumed run begins where it was judged already
-            return {key: value for key, value in known[-1].items() if key.startswith("eval_")}
         model = self.model_wrapped
         was_training = model.training
         model.eval()
@@ -153,6 +149,15 @@ def last_checkpoint(work: Path) -> Path | None:
             logger.warning("%s is incomplete and is deleted", folder)
             shutil.rmtree(folder, ignore_errors=True)
     return None
+
+
+class JudgeAtEnd(TrainerCallback):
+    """The last step is judged too, whatever the interval."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Ask for it."""
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = True
 
 
 class StopOnSigterm(TrainerCallback):

@@ -15,9 +15,17 @@ from typer.testing import CliRunner, Result
 import mla_convert
 from mla_convert import cli, flags
 from mla_convert.errors import BadCheckpoint, UnsupportedSource
+from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
-RECIPES = {"convert": ConvertRecipe, "heal": HealRecipe, "verify": VerifyRecipe, "eval": EvalRecipe, "demo": DemoRecipe}
+RECIPES = {
+    "convert": ConvertRecipe,
+    "heal": HealRecipe,
+    "finetune": FinetuneRecipe,
+    "verify": VerifyRecipe,
+    "eval": EvalRecipe,
+    "demo": DemoRecipe,
+}
 SIZE = ["--kv-lora-rank", "128", "--qk-rope-head-dim", "64"]
 
 
@@ -30,9 +38,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The recipe each verb was called with, in place of the work."""
     recipes: dict[str, Any] = {}
     passing = SimpleNamespace(passed=True)
-    for verb in ("convert", "verify", "evaluate", "demo"):
+    for verb in ("convert", "finetune", "verify", "evaluate", "demo"):
         monkeypatch.setattr(mla_convert, verb, lambda recipe, verb=verb: recipes.update({verb: recipe}) or passing)
-    for printer in ("print_conversion", "print_verification", "print_evaluation", "print_demo"):
+    for printer in ("print_conversion", "print_finetuning", "print_verification", "print_evaluation", "print_demo"):
         monkeypatch.setattr(cli, printer, lambda result: None)
     return recipes
 
@@ -44,6 +52,17 @@ def test_every_field_is_a_flag_and_nothing_else_is() -> None:
         parameters = {parameter.name for parameter in group.commands[name].params}  # type: ignore[attr-defined]
         fields = {field.name for field in dataclasses.fields(recipe_type)}
         assert parameters - {"help"} == fields | {"recipe"}
+
+
+def test_finetune_flags_reach_the_recipe(called: dict[str, Any]) -> None:
+    data = ["--data", "a.txt:2.0", "--data", "b.txt"]
+    result = run("finetune", "A", "B", "--out", "C", *data, "--train", "lora", "--kd-weight", "0.5")
+    assert result.exit_code == 0, result.output
+    assert called["finetune"] == FinetuneRecipe(
+        "A", "B", "C", data=("a.txt:2.0", "b.txt"), train="lora", kd_weight=0.5
+    )  # fmt: skip
+    missing = run("finetune", "A", "B")
+    assert missing.exit_code == 2 and "out is missing: give --out" in missing.stderr
 
 
 def test_flags_reach_the_recipe(called: dict[str, Any]) -> None:

@@ -1,0 +1,406 @@
+"""finetune on tiny models: what changes and what does not, exactness of the export, kill and resume."""
+
+import json
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny import edit_json, tiny_model, tiny_tokenizer
+
+import mla_convert
+from mla_convert.distill import LossWeights
+from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists
+from mla_convert.finetune import FinetuneResult, training_arguments
+from mla_convert.finetune_recipe import FinetuneRecipe
+from mla_convert.loading import load_model, load_tokenizer
+from mla_convert.stock import residual_scale
+from mla_convert.teacher import LiveTeacher
+from mla_convert.train_model import (
+    PROJECTIONS,
+    Student,
+    choose_trained,
+    close_latent,
+    layers_of,
+    merge_adapters,
+    open_latent,
+    unit_latent,
+)
+from mla_convert.trainer import last_checkpoint
+
+CPU = torch.device("cpu")
+WINDOW, STEPS = 32, 12
+ATTENTION = tuple(f"self_attn.{name}.weight" for name in (*PROJECTIONS, "kv_a_layernorm"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """Source (its tokenizer has no padding token), conversion, text."""
+    folder = tmp_path_factory.mktemp("finetune")
+    source = tiny_model(folder / "source", num_hidden_layers=2, projection_std=0.15)
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(source)
+    assert load_tokenizer(source).pad_token is None
+    words = ["the", "a", "of", "model", "cache", "latent", "key", "value", "head", "token"]
+    rng = random.Random(0)
+    text = folder / "text.txt"
+    text.write_text(" ".join(rng.choice(words) for _ in range(1200)))
+    size: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4}
+    data = {"calib_data": (str(text),), "calib_windows": 8, "window": 128}
+    mla_convert.convert(source=str(source), out=str(folder / "converted"), **size, **data)
+    return str(source), str(folder / "converted"), str(text)
+
+
+def tune(made: tuple[str, str, str], out: Path, **options: Any) -> FinetuneResult:
+    values = {
+        "source": made[0], "converted": made[1], "out": str(out), "data": (made[2],), "window": WINDOW,
+        "batch_size": 4, "micro_batch": 2, "tokens": STEPS * 4 * WINDOW, "eval_every": 4, "held_out": 4,
+        "dtype": "float32", "device": "cpu",
+    }  # fmt: skip
+    return mla_convert.finetune(**values | options)
+
+
+def losses(result: FinetuneResult) -> list[float]:
+    return [entry["loss"] for entry in result.curve if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def tuned(made: tuple[str, str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FinetuneResult]:
+    out = tmp_path_factory.mktemp("tuned") / "out"
+    return out, tune(made, out)
+
+
+def weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+# the form in training
+
+
+def test_opened_and_closed_latent_computes_the_same(made: tuple[str, str, str]) -> None:
+    ids = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))
+    model = load_model(made[1], torch.float32, CPU)
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False).logits
+
+    before = logits()
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    open_latent(model)
+    opened = logits()
+    unit_latent(model, ids)
+    unit = logits()
+    seen: list[torch.Tensor] = []
+    hook = layers_of(model)[0].self_attn.kv_a_layernorm.register_forward_hook(lambda m, a, o: seen.append(o))
+    logits()
+    hook.remove()
+    latent = seen[0].flatten(0, -2)
+    torch.testing.assert_close(latent.T @ latent / len(latent), torch.eye(8), rtol=0, atol=2e-4)  # measured 3e-6
+    close_latent(model, torch.float32)
+    closed = logits()
+    size = float(before.abs().max())
+    for found in (opened, unit, closed):
+        assert float((found - before).abs().max()) < 5e-6 * size  # measured 6e-7
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == {
+        name: tensor.shape for name, tensor in stored.items()
+    }
+    with torch.no_grad():  # control: without its gain the latent is a millionth
+        layers_of(model)[0].self_attn.kv_a_layernorm.weight.fill_(1.0)
+    assert float((logits() - before).abs().max()) > 0.01 * size
+
+
+def test_rounding_of_the_norm_weight_is_put_into_the_matrix(made: tuple[str, str, str]) -> None:
+    model = load_model(made[1], torch.float32, CPU)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids, use_cache=False).logits
+        open_latent(model)
+        close_latent(model, torch.bfloat16)
+        norm = layers_of(model)[0].self_attn.kv_a_layernorm.weight
+        assert torch.equal(norm, norm.to(torch.bfloat16).float())
+        after = model(input_ids=ids, use_cache=False).logits
+        for layer in layers_of(model):  # control: the constant as it is without rounding
+            layer.self_attn.kv_a_layernorm.weight.mul_(norm.mul(1e3).log2().round().exp2() / norm / 1e3)
+        control = model(input_ids=ids, use_cache=False).logits
+    size = float(before.abs().max())
+    assert float((after - before).abs().max()) < 5e-6 * size  # measured 4e-7
+    assert float((control - before).abs().max()) > 2e-5 * size
+
+
+def test_merged_adapters_compute_what_adapters_compute(made: tuple[str, str, str]) -> None:
+    ids = torch.arange(40)[None]
+    model = load_model(made[1], torch.float32, CPU)
+    names = set(model.state_dict())
+    open_latent(model)
+    choose_trained(model, "lora", lora_rank=3, seed=0)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * len(PROJECTIONS) and all("lora_" in name for name in trained)
+    with torch.no_grad():
+        plain = model(input_ids=ids, use_cache=False).logits
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        adapted = model(input_ids=ids, use_cache=False).logits
+        merge_adapters(model)
+        close_latent(model, torch.float32)
+        merged = model(input_ids=ids, use_cache=False).logits
+    assert set(model.state_dict()) == names
+    assert type(layers_of(model)[0].self_attn.kv_b_proj) is torch.nn.Linear
+    size = float(adapted.abs().max())
+    assert float((merged - adapted).abs().max()) < 1e-5 * size  # measured 4e-7
+    assert float((adapted - plain).abs().max()) > 0.05 * size
+
+
+def test_hidden_states_are_compared_at_the_sources_scale(made: tuple[str, str, str], tmp_path: Path) -> None:
+    mla_convert.convert(source=made[0], out=str(tmp_path / "exact"), lossless=True)
+    model = load_model(tmp_path / "exact", torch.float32, CPU)
+    open_latent(model)
+    teacher = LiveTeacher(load_model(made[0], torch.float32, CPU), torch.float32, states=True)
+    ids = torch.arange(40)[None]
+    scale = residual_scale(1e-5)
+    assert scale == pytest.approx(10**-0.5)
+    both = [
+        Student(model, teacher.head, LossWeights(1.0, 1.0, 1.0), s)(ids, teacher(ids))["loss"] for s in (scale, 1.0)
+    ]
+    assert abs(float(both[0])) < 1e-6  # measured 1e-8
+    assert float(both[1]) > 0.1
+
+
+# whole runs
+
+
+def test_only_attention_changes_and_the_result_is_a_stock_folder(
+    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult]
+) -> None:
+    out, result = tuned
+    before, after = weights(made[1]), weights(out)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if not name.endswith("kv_a_layernorm.weight"):  # its constant may come out the same
+            assert torch.equal(tensor, after[name]) != name.endswith(ATTENTION), name
+    assert result.kl_after < 0.9 * result.kl_before  # measured 0.79
+    assert result.best_step == STEPS and result.tokens == STEPS * 4 * WINDOW and len(losses(result)) == STEPS
+    assert result.max_difference is not None and result.max_difference < 5e-6  # measured 7e-7
+    verified = mla_convert.verify(source=made[0], converted=str(out), window=60)
+    assert verified.passed, [check for check in verified.checks if check.passed is False]
+    record, old = (json.loads((Path(f) / "conversion.json").read_text()) for f in (out, made[1]))
+    assert {key: record[key] for key in old} == old
+    assert record["finetune"]["held_out_kl"] == {
+        "before": result.kl_before, "after": result.kl_after, "step": result.best_step,
+    }  # fmt: skip
+    assert record["finetune"]["recipe"]["source"] == made[0]
+    assert json.loads((out / "finetune_curve.json").read_text()) == list(result.curve)
+    assert (out / "finetune_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "it was distilled on 1,536 tokens" in (out / "README.md").read_text()
+    assert not Path(f"{out}.training").exists()
+
+
+def test_written_model_has_the_held_out_kl_of_the_best_step(
+    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult], tmp_path: Path
+) -> None:
+    out, result = tuned
+    # The last four windows were held out; scored by `eval`, which knows nothing of training.
+    ids = load_tokenizer(made[0])(Path(made[2]).read_text())["input_ids"]
+    windows = len(ids) // WINDOW
+    held = load_tokenizer(made[0]).decode(ids[(windows - 4) * WINDOW : windows * WINDOW])
+    (tmp_path / "held.txt").write_text(held)
+    scores = mla_convert.evaluate(
+        models=(str(out), made[1]), reference=made[0], eval_data=(str(tmp_path / "held.txt"),), windows=4, window=WINDOW
+    ).scores
+    by_name = {score.model: score.kl for score in scores}
+    assert by_name[str(out)] == pytest.approx(result.kl_after, rel=1e-4)
+    assert by_name[made[1]] == pytest.approx(result.kl_before, rel=1e-4)
+
+
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_other_choices_of_what_is_trained(made: tuple[str, str, str], tmp_path: Path, train: str) -> None:
+    rate = {"all": 3e-3, "lora": 1e-2}[train]
+    result = tune(made, tmp_path / "out", train=train, learning_rate=rate)
+    assert result.kl_after < 0.95 * result.kl_before
+    before, after = weights(made[1]), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    if train == "all":
+        assert changed | {name for name in before if name.endswith(ATTENTION[4])} == set(before)
+    else:
+        assert {name for name in before if name.endswith(ATTENTION)} >= changed
+        assert {name for name in before if name.endswith(ATTENTION[:4])} <= changed
+    assert mla_convert.verify(source=made[0], converted=str(tmp_path / "out"), window=60).passed
+
+
+def test_the_last_step_is_judged_whatever_the_interval(made: tuple[str, str, str], tmp_path: Path) -> None:
+    result = tune(made, tmp_path / "out", eval_every=5)
+    assert [entry["step"] for entry in result.curve if "eval_kl" in entry] == [0, 5, 10, 12]
+    assert result.best_step == 12
+
+
+def test_a_run_that_only_harms_returns_the_start(made: tuple[str, str, str], tmp_path: Path) -> None:
+    result = tune(made, tmp_path / "out", learning_rate=10.0)
+    assert result.best_step == 0 and result.kl_after == result.kl_before
+    assert max(entry["eval_kl"] for entry in result.curve if "eval_kl" in entry) > 2 * result.kl_before
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({"micro_batch": 1}, 1e-5),  # measured 3e-7
+        ({"micro_batch": 4}, 1e-5),  # measured 3e-7
+        ({"gradient_checkpointing": True}, 1e-5),  # measured 0
+        ({"cache_logits": 263}, 1e-4),  # all of the vocabulary; measured 5e-7
+    ],
+)
+def test_how_it_is_computed_does_not_change_the_curve(
+    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult], tmp_path: Path, options: Any, bound: float
+) -> None:
+    assert losses(tune(made, tmp_path / "out", **options)) == pytest.approx(losses(tuned[1]), rel=bound)
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_logits": 8}, {"kd_weight": 0.98, "temperature": 2.0}, {"hidden_weight": 0.1}]
+)
+def test_other_losses_train_too(
+    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult], tmp_path: Path, options: Any
+) -> None:
+    result = tune(made, tmp_path / "out", **options)
+    assert result.kl_after < 0.95 * result.kl_before
+    assert losses(result) != pytest.approx(losses(tuned[1]), rel=1e-2)
+
+
+def test_bfloat16_storage_and_products(made: tuple[str, str, str], tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    mla_convert.convert(
+        source=made[0], out=str(half), kv_lora_rank=8, qk_rope_head_dim=4, calib_data=(made[2],), window=128,
+        dtype="bfloat16",
+    )  # fmt: skip
+    result = tune((made[0], str(half), made[2]), tmp_path / "out", dtype="bfloat16")
+    assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    assert result.kl_after < 0.95 * result.kl_before
+    assert mla_convert.verify(source=made[0], converted=str(tmp_path / "out"), window=60).passed
+
+
+# interruptions
+
+
+def at_call(monkeypatch: pytest.MonkeyPatch, number: int, do: Any) -> None:
+    """Call `do` before the `number`-th forward pass of training."""
+    original, calls = Student.forward, [0]
+
+    def forward(self: Student, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += self.training
+        if calls[0] == number and self.training:
+            do()
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Student, "forward", forward)
+
+
+def assert_same_run(out: Path, result: FinetuneResult, tuned: tuple[Path, FinetuneResult]) -> None:
+    assert result.curve == tuned[1].curve and result.best_step == tuned[1].best_step
+    for name, tensor in weights(tuned[0]).items():
+        assert torch.equal(tensor, weights(out)[name]), name
+
+
+def test_sigterm_saves_and_the_same_call_continues(
+    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult], tmp_path: Path
+) -> None:
+    assert threading.current_thread() is threading.main_thread()
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        at_call(patch, 2 * 5 + 1, lambda: os.kill(os.getpid(), signal.SIGTERM))  # two forward passes a step
+        with pytest.raises(MlaConvertError, match=r"stopped by a signal after step 6 of 12; .*same command continues"):
+            tune(made, out)
+    assert not out.exists() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert_same_run(out, tune(made, out), tuned)
+
+
+def test_killed_run_leaves_the_last_good_checkpoint(
+    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult], tmp_path: Path
+) -> None:
+    out, work = tmp_path / "out", tmp_path / "out.training"
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_call(patch, 2 * 9 + 1, fail)
+        with pytest.raises(KeyboardInterrupt):
+            tune(made, out)
+    assert not out.exists() and last_checkpoint(work) == work / "checkpoint-8"
+    (work / "checkpoint-9").mkdir()  # what a kill while saving leaves
+    (work / "checkpoint-9" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(BadOption, match=r"holds an unfinished run with learning_rate=0.003, now learning_rate=0.1"):
+        tune(made, out, learning_rate=0.1)
+    assert_same_run(out, tune(made, out), tuned)
+    assert not work.exists()
+
+
+# refusals
+
+
+def test_refusals(made: tuple[str, str, str], tmp_path: Path) -> None:
+    source, converted, text = made
+    other = tiny_model(tmp_path / "other", num_hidden_layers=2, seed=1)
+    with pytest.raises(BadCheckpoint, match=r"was not converted from .*other: model.safetensors has sha256"):
+        tune((str(other), converted, text), tmp_path / "out")
+    with pytest.raises(BadCheckpoint, match=r"no conversion.json; name a folder that `mla-convert convert` wrote"):
+        tune((source, source, text), tmp_path / "out")
+    mla_convert.convert(source=source, out=str(tmp_path / "exact"), lossless=True)
+    with pytest.raises(BadOption, match="is lossless: it has nothing to win back"):
+        tune((source, str(tmp_path / "exact"), text), tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(TargetExists, match="is not empty"):
+        tune(made, tmp_path / "full")
+    with pytest.raises(BadOption, match="training takes cpu or cuda; choose the GPU by CUDA_VISIBLE_DEVICES"):
+        training_arguments(FinetuneRecipe(source="a", converted="b", out="c", device="cuda:1"), tmp_path)
+    (tmp_path / "taken.training").mkdir()
+    (tmp_path / "taken.training" / "notes").touch()
+    with pytest.raises(BadOption, match="is not empty and holds no run of mla-convert"):
+        tune(made, tmp_path / "taken")
+
+
+def test_processes_must_divide_the_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(BadOption, match="batch_size=4 is no multiple of micro_batch x processes = 1 x 3"):
+        training_arguments(FinetuneRecipe(source="a", converted="b", out="c", device="cpu"), tmp_path)
+
+
+def test_tokenizer_of_another_model_is_refused(made: tuple[str, str, str], tmp_path: Path) -> None:
+    import shutil
+
+    wrong = tmp_path / "wrong"
+    shutil.copytree(made[1], wrong)
+    edit_json(wrong / "config.json", vocab_size=100)
+    with pytest.raises(BadCheckpoint, match=r"gives token id \d+, but config.json says vocab_size=100"):
+        tune((made[0], str(wrong), made[2]), tmp_path / "out")
+
+
+# shipped files
+
+
+@pytest.mark.parametrize("name", ["smollm2_135m_cpu.yaml", "llama3_8b.yaml"])
+def test_shipped_recipes(name: str) -> None:
+    recipe = FinetuneRecipe.load(Path(__file__).parent.parent / "recipes" / name)
+    assert recipe.train == "attention" and recipe.steps >= 100
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"), [("cpu_2_processes.yaml", 2), ("one_gpu.yaml", 1), ("fsdp2_8_gpus.yaml", 8)]
+)
+def test_shipped_accelerate_configs(name: str, processes: int) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = Path(__file__).parent.parent / "recipes" / "accelerate" / name
+    assert load_config_from_file(str(path)).num_processes == processes
+    layer = yaml.safe_load(path.read_text()).get("fsdp_config", {}).get("fsdp_transformer_layer_cls_to_wrap")
+    assert layer in (None, "DeepseekV3DecoderLayer")
+    # FinetuneRecipe's batch must be divisible among them
+    assert FinetuneRecipe.load(path.parent.parent / "llama3_8b.yaml").batch_size % processes == 0
