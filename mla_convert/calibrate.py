@@ -4,6 +4,8 @@ All moments are sums in fp64, so passes over different texts can be merged by ad
 exists for one window of one layer, and only at QUERIES_PER_WINDOW sampled query positions.
 """
 
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,9 @@ from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mla_convert.errors import MlaConvertError
 from mla_convert.factor import roots
 from mla_convert.families import SourceSpec
-from mla_convert.report import progress
 from mla_convert.stream import LayerStream
 
 QUERIES_PER_WINDOW = 128  # positions at which attention is examined
@@ -55,6 +57,10 @@ class LayerMoments:
         """Calibration tokens seen."""
         return int(self.input[-1, -1].item())
 
+    def to(self, dtype: torch.dtype) -> "LayerMoments":
+        """All sums in `dtype`."""
+        return LayerMoments(**{f.name: getattr(self, f.name).to(dtype) for f in fields(self)})
+
     def save(self, path: Path) -> None:
         """Write to a safetensors file."""
         save_file({f.name: getattr(self, f.name).cpu().contiguous() for f in fields(self)}, path)
@@ -68,12 +74,20 @@ class LayerMoments:
 class MomentObserver:
     """Computes one layer's attention window by window and adds up its moments."""
 
-    def __init__(self, attention: Any, spec: SourceSpec, window: int, generator: torch.Generator):
+    def __init__(
+        self,
+        attention: Any,
+        spec: SourceSpec,
+        window: int,
+        generator: torch.Generator,
+        advance: Callable[[int], None] = lambda windows: None,
+    ):
         heads, groups, width = spec.num_attention_heads, spec.num_key_value_heads, spec.source_head_dim
         self.W_Q = attention.q_proj.weight.unflatten(0, (heads, width))
         W_O = attention.o_proj.weight.unflatten(1, (heads, width)).transpose(0, 1)
         self.metric = W_O.transpose(1, 2) @ W_O  # |W_O x|^2 = x^T metric x
         self.root = torch.stack([roots(m.double())[0] for m in self.metric]).to(W_O.dtype)
+        self.advance = advance
         self.groups, self.generator, self.device = groups, generator, W_O.device
         hidden = spec.hidden_size
         self.moments = LayerMoments(
@@ -103,6 +117,7 @@ class MomentObserver:
         ahead = torch.arange(tokens, device=self.device) > at[:, None]
         scores = (query[:, at] @ key.transpose(1, 2) * scale).masked_fill(ahead, float("-inf"))
         self._add(hidden, at, torch.softmax(scores, dim=-1), value, out[:, at])
+        self.advance(1)
         return out
 
     def _add(self, hidden: Tensor, at: Tensor, mass: Tensor, value: Tensor, out: Tensor) -> None:
@@ -150,21 +165,44 @@ def sample_positions(tokens: int, count: int, generator: torch.Generator) -> Ten
     return edges[:-1] + (torch.rand(count, generator=generator) * width).long()
 
 
-def calibrate(stream: LayerStream, ids: Tensor, folder: Path, seed: int) -> None:
-    """Run windows `ids` [windows, tokens] through the source; save each layer's moments in `folder`."""
+def calibrate(
+    stream: LayerStream, ids: Tensor, seed: int, advance: Callable[[int], None] = lambda windows: None
+) -> Iterator[LayerMoments]:
+    """Run windows `ids` [windows, tokens] through the source; yields each layer's moments, one layer in memory.
+
+    A layer is computed when its moments are asked for. `advance` is called with 1 per window and layer.
+    """
     states = stream.embed(ids)
     generator = torch.Generator().manual_seed(seed)
-    layers, tokens = stream.spec.num_hidden_layers, ids.numel()
-    with progress("calibrating", "tokens x layers", layers * tokens) as advance:
-        for index in range(layers):
-            layer = stream.load(index)
-            observer = MomentObserver(layer.self_attn, stream.spec, ids.shape[1], generator)
-            states = stream.run(layer, states, observer)
-            observer.moments.log_energy.add_(states.double().square().sum(-1).log().sum())
-            observer.moments.save(moments_file(folder, index))
-            advance(tokens)
+    for index in range(stream.spec.num_hidden_layers):
+        layer = stream.load(index)
+        observer = MomentObserver(layer.self_attn, stream.spec, ids.shape[1], generator, advance)
+        states = stream.run(layer, states, observer)
+        observer.moments.log_energy.add_(states.double().square().sum(-1).log().sum())
+        yield observer.moments
 
 
-def moments_file(folder: Path, layer: int) -> Path:
-    """Where `calibrate` leaves the moments of a layer."""
-    return folder / f"{layer:04d}.safetensors"
+class KeptMoments:
+    """The moments of all layers in files of `folder`, in float32, for conversions that look at them several times."""
+
+    def __init__(self, folder: Path, spec: SourceSpec, device: torch.device):
+        self.folder, self.device = folder, device
+        square = 8 * spec.num_key_value_heads * spec.hidden_size**2  # the two stacks of hidden_size^2, float32
+        needed, free = spec.num_hidden_layers * square, shutil.disk_usage(folder).free
+        if needed > free:
+            raise MlaConvertError(
+                f"comparing several sizes keeps {needed / 1e9:.1f} GB of moments in {folder}, which has "
+                f"{free / 1e9:.1f} GB free; set TMPDIR to a larger disk, or name one size with --kv-lora-rank, "
+                "--qk-rope-head-dim and --rope-stride"
+            )
+
+    def keep(self, layer: int, moments: LayerMoments) -> None:
+        """Write one layer's."""
+        moments.to(torch.float32).save(self._file(layer))
+
+    def load(self, layer: int) -> LayerMoments:
+        """Read one layer's, as fp64."""
+        return LayerMoments.load(self._file(layer), self.device).to(torch.float64)
+
+    def _file(self, layer: int) -> Path:
+        return self.folder / f"{layer:04d}.safetensors"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.assemble import LayerReport, SourceAttention, assemble
-from mla_convert.calibrate import LayerMoments, calibrate, moments_file
+from mla_convert.calibrate import KeptMoments, LayerMoments, calibrate
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.choose import choose
 from mla_convert.emit import expected_bytes, publish, write_tensors
@@ -21,7 +21,7 @@ from mla_convert.families import SourceSpec, layer_tensors, read_spec
 from mla_convert.healing import HealReport, heal_layers
 from mla_convert.layer import MLALayer
 from mla_convert.loading import load_tokenizer, resolve_device
-from mla_convert.measure import Stage, stage
+from mla_convert.measure import Clock, Stage, stage
 from mla_convert.options import FLOAT16_REASON
 from mla_convert.recipe import ConvertRecipe, HealSettings
 from mla_convert.report import progress
@@ -105,33 +105,39 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
     recipe, spec, done = job.recipe, job.spec, list[Stage]()
     texts = _read_texts(job)
     stream = LayerStream(job.checkpoint, spec, job.device)
-    if job.needs_moments:
-        with stage("calibrate", done):
-            calibrate(stream, texts.calibration, scratch, recipe.seed)
-
-    def assembled(layer: int, size: Size, sweeps: int) -> tuple[MLALayer, LayerReport]:
-        file = moments_file(scratch, layer)
-        moments = LayerMoments.load(file, job.device) if job.needs_moments else None
-        source = source_attention(job.checkpoint, spec, layer, job.device)
-        return assemble(source, moments, spec, size, recipe.method, sweeps)
-
-    size, considered = job.sizes[0], list[dict[str, Any]]()
+    size, considered, kept = job.sizes[0], list[dict[str, Any]](), None
     if len(job.sizes) > 1:
+        if job.needs_moments:
+            with stage("calibrate", done):
+                kept = _kept_moments(job, stream, texts.calibration, scratch)
         with stage("choose", done):
-            size, considered = choose(job.sizes, stream, texts.held_out, assembled)
+            size, considered = choose(
+                job.sizes,
+                stream,
+                texts.held_out,
+                lambda *which: _assembled(job, kept.load(which[0]) if kept else None, *which),
+            )
     reports, healing = list[LayerReport](), list[HealReport]()
+    calibrating, whole = Clock(), list[Stage]()
+    windows = len(texts.calibration) if kept is None else 0
+    with writer:
+        with (
+            stage("convert", whole),
+            progress("converting", "steps", spec.num_hidden_layers * (windows + job.heal.steps + 1)) as advance,
+        ):
+            streamed = calibrate(stream, texts.calibration, recipe.seed, advance) if windows else None
 
-    def closed_form(layer: int) -> MLALayer:
-        found, report = assembled(layer, size, SWEEPS)
-        reports.append(report)
-        logger.debug("layer %d: predicted error %.2e (rope %.1e)", layer, report.total, report.rope)
-        return found
+            def closed_form(layer: int) -> MLALayer:
+                with calibrating:
+                    moments = next(streamed) if streamed else kept.load(layer) if kept else None
+                found, report = _assembled(job, moments, layer, size, SWEEPS)
+                reports.append(report)
+                logger.debug("layer %d: predicted error %.2e (rope %.1e)", layer, report.total, report.rope)
+                return found
 
-    steps = spec.num_hidden_layers * (1 + job.heal.steps)
-    with writer, stage("convert" if not job.heal.steps else "convert and heal", done):
-        with progress("converting", "layers" if not job.heal.steps else "steps", steps) as advance:
             layers = _layers(job, stream, texts.healing, closed_form, healing, scratch, advance)
             write_tensors(job.checkpoint, spec, layers, writer, job.dtype, advance)
+        done += _shared_out(whole[0], calibrating.seconds if streamed else 0.0, bool(healing))
         record: dict[str, Any] = {
             "recipe": recipe.to_dict(),
             "sizes_considered": considered,
@@ -156,6 +162,27 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
         calibration_tokens=texts.calibration.numel(),
         stages=tuple(done),
     )
+
+
+def _kept_moments(job: Job, stream: LayerStream, ids: Tensor, scratch: Path) -> KeptMoments:
+    kept = KeptMoments(scratch, job.spec, job.device)
+    with progress("calibrating", "windows x layers", len(ids) * job.spec.num_hidden_layers) as advance:
+        for layer, moments in enumerate(calibrate(stream, ids, job.recipe.seed, advance)):
+            kept.keep(layer, moments)
+    return kept
+
+
+def _assembled(
+    job: Job, moments: LayerMoments | None, layer: int, size: Size, sweeps: int
+) -> tuple[MLALayer, LayerReport]:
+    source = source_attention(job.checkpoint, job.spec, layer, job.device)
+    return assemble(source, moments, job.spec, size, job.recipe.method, sweeps)
+
+
+def _shared_out(whole: Stage, calibrating: float, healed: bool) -> list[Stage]:
+    """Calibration and the rest take turns layer by layer: two stages by seconds, with the peak of both."""
+    rest = Stage("convert and heal" if healed else "convert", whole.seconds - calibrating, whole.peak_rss)
+    return [Stage("calibrate", calibrating, whole.peak_rss), rest] if calibrating else [rest]
 
 
 def _layers(

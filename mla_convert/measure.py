@@ -43,6 +43,19 @@ def stage(name: str, done: list[Stage]) -> Iterator[None]:
     logger.info("%s: %.1f s, peak memory %.2f GiB", name, seconds, peak / 2**30)
 
 
+class Clock:
+    """Adds up the seconds of all the blocks entered with it: a stage whose work is spread among another's."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
 def peak_rss() -> int:
     """Peak resident memory in bytes: since the last stage began on Linux, since the process did elsewhere."""
     with suppress(OSError, ValueError, StopIteration):

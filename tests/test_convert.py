@@ -177,12 +177,12 @@ def test_the_record_is_complete(tmp_path: Path, text: str, lossless: bool) -> No
     assert record["environment"]["versions"].keys() >= {"mla_convert", "torch", "transformers"}
     stages = [stage["name"] for stage in record["stages"]]
     if lossless:
-        assert record["calibration"] == {"sha256": None, "tokens": 0} and stages == []
+        assert record["calibration"] == {"sha256": None, "tokens": 0} and stages == ["convert"]
         assert all(layer["rope"] == 0 and layer["end"] < 1e-20 for layer in record["layers"])
         assert "The re-encoding is exact" in (out / "README.md").read_text()
     else:
         assert record["calibration"]["tokens"] == result.calibration_tokens == 4 * 128
-        assert len(record["calibration"]["sha256"]) == 64 and stages == ["calibrate", "choose"]
+        assert len(record["calibration"]["sha256"]) == 64 and stages == ["calibrate", "choose", "convert"]
         assert all(0 < layer["end"] < layer["start"] and layer["rope"] > 0 for layer in record["layers"])
         considered = record["sizes_considered"]
         assert {each["size"] for each in considered} == {
@@ -251,9 +251,9 @@ def test_the_size_is_chosen_on_windows_that_were_not_calibrated_on(
     seen: dict[str, Any] = {}
     calibrate, choose = module.calibrate, module.choose
 
-    def watch_calibrate(stream: Any, ids: Any, *rest: Any) -> None:
+    def watch_calibrate(stream: Any, ids: Any, *rest: Any) -> Any:
         seen["calibrated"] = {tuple(window) for window in ids.tolist()}
-        calibrate(stream, ids, *rest)
+        return calibrate(stream, ids, *rest)
 
     def watch_choose(sizes: Any, stream: Any, held_out: Any, assembled: Any) -> Any:
         seen["held_out"] = {tuple(window) for window in held_out.tolist()}
