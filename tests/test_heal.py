@@ -66,7 +66,7 @@ def test_bad_inputs_never_win() -> None:
 
 
 def test_healing_lowers_every_layer_of_a_converted_model(tmp_path: Path) -> None:
-    source = tiny_model(tmp_path / "source", "llama", dtype=torch.float32, projection_std=0.15)
+    source = tiny_model(tmp_path / "source", "llama", dtype=torch.float32, projection_std=0.1)
     (tmp_path / "text.txt").write_text(TEXT)
     common = {
         "source": str(source), "kv_lora_rank": 14, "qk_rope_head_dim": 6, "window": 64, "calib_windows": 24,
@@ -90,7 +90,7 @@ def test_healing_lowers_every_layer_of_a_converted_model(tmp_path: Path) -> None
 
 
 def test_heal_command_on_a_written_folder(tmp_path: Path) -> None:
-    source = tiny_model(tmp_path / "source", "llama", dtype=torch.float32, projection_std=0.15)
+    source = tiny_model(tmp_path / "source", "llama", dtype=torch.float32, projection_std=0.1)
     (tmp_path / "text.txt").write_text(TEXT)
     mla_convert.convert(
         source=str(source), out=str(tmp_path / "plain"), kv_lora_rank=14, qk_rope_head_dim=6, method="svd"
