@@ -70,6 +70,8 @@ def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
 
     Under `accelerate launch` or torchrun every process calls this; the main one writes.
     """
+    if os.environ.get("RANK", "0") != "0":
+        logging.getLogger("mla_convert").setLevel(logging.WARNING)  # the main process speaks for all
     source, converted = Checkpoint.open(recipe.source), Checkpoint.open(recipe.converted)
     record = _read_record(recipe, source)
     writer = writer_of(recipe, converted)
@@ -100,7 +102,7 @@ def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
     del trainer
     step, kl = read_best(work / BEST)
     before = next(entry["eval_kl"] for entry in curve if "eval_kl" in entry)
-    outcome = Outcome(recipe, text.sha256, curve, step, before, kl)
+    outcome = Outcome(recipe, args.world_size, text.sha256, curve, step, before, kl)
     done: Exported | None = None
     if args.process_index == 0:
         done = export(outcome, writer, converted, record, work, judge, resolve_device(recipe.device))

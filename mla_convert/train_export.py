@@ -37,6 +37,7 @@ class Outcome:
     """What is recorded of a finished run; held-out KL in nats per token at the start and at best_step."""
 
     recipe: FinetuneRecipe
+    processes: int
     text_sha256: str
     curve: list[dict[str, float]]
     best_step: int
@@ -141,6 +142,7 @@ def _files(
     recipe = outcome.recipe
     finetune = {
         "recipe": recipe.to_dict(),
+        "processes": outcome.processes,
         "tokens": recipe.steps * recipe.batch_size * recipe.window,
         "text_sha256": outcome.text_sha256,
         "start": converted.hashes(),

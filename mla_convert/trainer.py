@@ -103,7 +103,12 @@ class DistillTrainer(Trainer):
     def keep_if_best(self, held_kl: float) -> None:
         """Write the trained tensors to best.safetensors if `held_kl` is the lowest so far (NaN is not)."""
         path = Path(str(self.args.output_dir), BEST)
-        if path.exists() and not held_kl < read_best(path)[1]:
+        better = torch.zeros(1, device=self.args.device)
+        if self.is_world_process_zero():
+            better.fill_(not path.exists() or held_kl < read_best(path)[1])
+        if self.args.world_size > 1:  # the main process decides: gathering shards takes all of them
+            torch.distributed.broadcast(better, src=0)
+        if not better.item():
             return
         tensors = {}
         for name, parameter in self.student.named_parameters():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tiny import tiny_model
 
 import mla_convert
@@ -16,8 +17,23 @@ import mla_convert
 ROOT = Path(__file__).parent.parent
 
 
+def two_processes(config: str, folder: Path) -> Path:
+    """The shipped config `config`, on two processes of the CPU."""
+    content = yaml.safe_load((ROOT / "recipes" / "accelerate" / config).read_text(encoding="utf-8"))
+    path = folder / config
+    path.write_text(yaml.safe_dump(content | {"num_processes": 2, "use_cpu": True}), encoding="utf-8")
+    return path
+
+
 @pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("cpu_2_processes.yaml", ("-m", "mla_convert.cli")),
+        ("fsdp2_8_gpus.yaml", (str(ROOT / "tests" / "fsdp_on_cpu.py"),)),
+    ],
+)
+def test_two_processes_train_as_one(tmp_path: Path, name: str, script: tuple[str, ...]) -> None:
     source = str(tiny_model(tmp_path / "source", num_hidden_layers=2, projection_std=0.15))
     text, converted = tmp_path / "text.txt", str(tmp_path / "converted")
     rng = random.Random(0)
@@ -31,8 +47,8 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         device="cpu", **options,
     )  # fmt: skip
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-    config = ROOT / "recipes" / "accelerate" / "cpu_2_processes.yaml"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "-m", "mla_convert.cli"]
+    config = two_processes(name, tmp_path)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), *script]
     command = [*launch, "finetune", source, converted, "--out", str(tmp_path / "two"), "--data", str(text), *flags]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
@@ -43,8 +59,10 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("written to") == 1  # by the main process
-    curve = json.loads((tmp_path / "two" / "finetune_curve.json").read_text())
+    assert run.stdout.count("written to") == 1 == run.stderr.count("windows to train on")  # by the main process
+    record = json.loads((tmp_path / "two" / "conversion.json").read_text())["finetune"]
+    assert record["processes"] == 2
+    curve = record["curve"]
     assert len(curve) == len(alone.curve) == 20 + 3
     for ours, theirs in zip(alone.curve, curve, strict=True):
         for key in ("loss", "eval_kl", "eval_ce"):
