@@ -6,6 +6,7 @@ continues from there after a kill. It is deleted once OUT is written.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -125,6 +126,8 @@ def training_arguments(recipe: FinetuneRecipe, work: Path) -> TrainingArguments:
             f"batch_size={recipe.batch_size} is no multiple of micro_batch x processes = {recipe.micro_batch} x "
             f"{processes}; change one of them"
         )
+    if recipe.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise BadOption(f"tensorboard={recipe.tensorboard} needs the package tensorboard; install it or leave it out")
     if recipe.tensorboard:
         os.environ["TENSORBOARD_LOGGING_DIR"] = recipe.tensorboard
     args = TrainingArguments(
@@ -140,6 +143,7 @@ def training_arguments(recipe: FinetuneRecipe, work: Path) -> TrainingArguments:
         use_cpu=device.type == "cpu",
         seed=recipe.seed,
         logging_steps=1,
+        logging_nan_inf_filter=False,
         eval_strategy="steps",
         eval_steps=recipe.eval_every,
         save_strategy="steps",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from mla_convert.errors import MlaConvertError
 from mla_convert.train_data import TrainingText, WindowDataset
 from mla_convert.train_model import Student
 
@@ -215,8 +217,13 @@ class ShowProgress(TrainerCallback):
             self.task = self.bar.add_task("", total=state.max_steps, completed=state.global_step)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Show the newest loss or held-out KL."""
+        """Show the newest loss or held-out KL. Raises MlaConvertError where it is NaN or infinite."""
         logs = logs or {}
+        if not all(math.isfinite(logs.get(key, 0.0)) for key in ("loss", "eval_kl")):
+            raise MlaConvertError(
+                f"the loss is no longer finite at step {state.global_step}: delete {args.output_dir} and start again "
+                f"with a smaller --learning-rate than {args.learning_rate}"
+            )
         if "loss" in logs:
             self.loss = f"loss {logs['loss']:.4f}"
         if "eval_kl" in logs:

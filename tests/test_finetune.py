@@ -342,6 +342,23 @@ def test_killed_run_leaves_the_last_good_checkpoint(
     assert not work.exists()
 
 
+def test_a_loss_that_is_not_finite_ends_the_run(
+    made: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Student.forward
+
+    def forward(self: Student, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        return out | {"loss": out["loss"] * float("nan")} if self.training else out
+
+    monkeypatch.setattr(Student, "forward", forward)
+    with pytest.raises(
+        MlaConvertError, match=r"no longer finite at step 1: delete .* smaller --learning-rate than 0.003"
+    ):
+        tune(made, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # refusals
 
 
@@ -365,6 +382,12 @@ def test_refusals(made: tuple[str, str, str], tmp_path: Path) -> None:
     (tmp_path / "taken.training" / "notes").touch()
     with pytest.raises(BadOption, match="is not empty and holds no run of mla-convert"):
         tune(made, tmp_path / "taken")
+
+
+def test_tensorboard_must_be_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BadOption, match="tensorboard=logs needs the package tensorboard; install it"):
+        training_arguments(FinetuneRecipe("a", "b", "c", device="cpu", tensorboard="logs"), tmp_path)
 
 
 def test_processes_must_divide_the_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
