@@ -1,7 +1,7 @@
 """The stock layout: an MLALayer as the tensors of a DeepseekV3ForCausalLM layer, and back.
 
 Every engine applies an RMSNorm to the latent and none can switch it off. *eps domination* makes it linear:
-the latent rows of kv_a_proj_with_mqa are multiplied by a power of two alpha so small that mean((alpha c)^2)
+the latent rows of kv_a_proj_with_mqa are multiplied by an alpha so small that mean((alpha c)^2)
 << eps, hence RMSNorm(alpha c) = w alpha c / sqrt(mean((alpha c)^2) + eps) = c for w = sqrt(eps) / alpha, with
 relative error mean((alpha c)^2) / (2 eps). Transformers fixes that eps to 1e-6 while others read
 rms_norm_eps, so rms_norm_eps is written as 1e-6 and the residual stream is rescaled where the source's
@@ -47,9 +47,14 @@ def latent_rms_bound(W_DKV: Tensor, norm_weight: Tensor) -> float:
 
 
 def latent_alpha(W_DKV: Tensor, norm_weight: Tensor, scaled_rms: float = SCALED_LATENT_RMS) -> float:
-    """The power of two that keeps the latent's rms below `scaled_rms` for any input; 1 for a zero latent."""
+    """alpha that keeps the latent's rms below `scaled_rms` for any input; sqrt(eps) for a zero latent.
+
+    It is sqrt(eps) times a power of two, so that the norm's weight sqrt(eps) / alpha is exact in any storage type: in
+    bfloat16 its rounding would scale the whole latent, by up to 0.2 %.
+    """
     bound = latent_rms_bound(W_DKV, norm_weight)
-    return 2.0 ** math.floor(math.log2(scaled_rms / bound)) if bound > 0 else 1.0
+    root = math.sqrt(LATENT_NORM_EPS)
+    return root * 2.0 ** math.floor(math.log2(scaled_rms / (root * bound))) if bound > 0 else root
 
 
 def interleave_heads(a: Tensor, b: Tensor) -> Tensor:
