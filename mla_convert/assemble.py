@@ -14,7 +14,9 @@ from mla_convert.layer import MLALayer
 from mla_convert.rope import RopePlan, RopeSplit, mean_rotation, split_rope
 from mla_convert.sizes import Size, full_rank
 
-SHRINKAGE = 1e-5  # towards the identity, of the mean eigenvalue
+# Towards the identity, of the mean eigenvalue. SmolLM2, 128 + 64, calibrated on Python's topics, excess nats on other
+# topics and on other text: 0.302 and 0.527 at 1e-5, 0.292 and 0.498 at 1e-3, 0.288 and 0.452 at 1e-2.
+SHRINKAGE = 1e-2
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from mla_convert.recipe import ConvertRecipe, HealSettings
 from mla_convert.report import progress
 from mla_convert.sizes import Size, allowed_sizes, source_numbers
 from mla_convert.stream import LayerStream
-from mla_convert.texts import read_documents, text_hash, token_windows
+from mla_convert.texts import read_documents, text_hash, token_windows, with_conversations
 from mla_convert.write import FolderWriter
 
 logger = logging.getLogger(__name__)
@@ -232,7 +232,8 @@ def _read_texts(job: Job) -> Texts:
     documents = read_documents(recipe.calib_data, part="calib")
     extra = -(-recipe.calib_windows // HELD_OUT_SHARE) if len(job.sizes) > 1 else 0
     wanted = max(recipe.calib_windows + extra, job.heal.windows if job.heal.steps else 0)
-    ids = token_windows(load_tokenizer(recipe.source), documents, recipe.window, wanted)
+    tokenizer = load_tokenizer(recipe.source)
+    ids = with_conversations(tokenizer, token_windows(tokenizer, documents, recipe.window, wanted))
     if int(ids.max()) >= job.spec.vocab_size:
         raise BadCheckpoint(
             f"the tokenizer of {recipe.source} gives token id {int(ids.max())}, but config.json says "

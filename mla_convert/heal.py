@@ -22,7 +22,7 @@ from mla_convert.rope import ladder_plan
 from mla_convert.sizes import Size
 from mla_convert.stock import read_stock_layer, residual_scale
 from mla_convert.stream import LayerStream
-from mla_convert.texts import read_documents, text_hash, token_windows
+from mla_convert.texts import read_documents, text_hash, token_windows, with_conversations
 from mla_convert.write import RECORD, FolderWriter
 
 
@@ -52,18 +52,20 @@ def heal(recipe: HealRecipe) -> HealResult:
         raise BadOption(f"{recipe.converted} is an exact re-encoding, so there is nothing to heal")
     if record["source"]["hashes"] != checkpoint.hashes():
         raise BadCheckpoint(
-            f"{recipe.converted} was converted from other weights than {recipe.source} (sha256 differs); name its source"
+            f"{recipe.converted} was converted from other weights than {recipe.source} (sha256 differs); "
+            "name its source"
         )
     size = Size(record["kv_lora_rank"], ladder_plan(spec, record["qk_rope_head_dim"], record["rope_stride"]))
     dtype = getattr(torch, config["dtype"])
     device = resolve_device(recipe.device)
     writer = FolderWriter(recipe.out, expected_bytes(spec, [size], dtype), recipe.overwrite)
     documents = read_documents(recipe.data, part="calib")
-    ids = token_windows(load_tokenizer(recipe.source), documents, recipe.window, recipe.windows)
+    tokenizer = load_tokenizer(recipe.source)
+    ids = with_conversations(tokenizer, token_windows(tokenizer, documents, recipe.window, recipe.windows))
     if len(ids) <= recipe.held_out:
         raise BadOption(
-            f"the text gives {len(ids)} windows of {recipe.window} tokens and {recipe.held_out} are held out; give more "
-            "text with --data, or a smaller --held-out"
+            f"the text gives {len(ids)} windows of {recipe.window} tokens and {recipe.held_out} are held out; "
+            "give more text with --data, or a smaller --held-out"
         )
     scale = residual_scale(spec.rms_norm_eps)
 

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 EVAL_EVERY = 4  # every 4th topic of Python's own documentation is kept for evaluation
 DATASET_CHARS = 64_000_000  # named data sets are streamed up to here, far above what any window count needs
+CHAT_EVERY = (
+    4  # of the windows that calibrate and heal a model with a chat template, one in this many is a conversation
+)
 BOS_EVERY_WINDOW = "BOS at the start of every window"
 BOS_NEVER = "no BOS"
 
@@ -208,3 +211,28 @@ def _text_field(record: Any, where: str) -> str:
         keys = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise BadOption(f'{where} has no field "text" holding a string (it has {keys}); name the field "text"')
     return value
+
+
+def with_conversations(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor, every: int = CHAT_EVERY) -> torch.Tensor:
+    """`ids` [windows, tokens] with every `every`-th window retold as a conversation in the tokenizer's chat template.
+
+    Its paragraphs become the turns of user and assistant. A chat model meets its template's tokens in every prompt, the
+    first one as attention sink, and plain text holds none of them: SmolLM2 converted without them on one narrow text
+    answers a chat prompt with "What is a what is a". Without a template the windows are returned as they are.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return ids
+    told = ids.clone()
+    for window in told[every - 1 :: every]:
+        text = tokenizer.decode(window, skip_special_tokens=True)
+        assert isinstance(text, str)
+        turns = [part for part in text.split("\n\n") if part.strip()]
+        messages = [{"role": "assistant" if i % 2 else "user", "content": part} for i, part in enumerate(turns)]
+        try:
+            turned: Any = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        except Exception as error:  # templates are programs of their own and raise what they like
+            logger.warning("the chat template cannot be filled (%s); calibrating on plain text only", error)
+            return ids
+        new = torch.tensor(turned[: len(window)], dtype=window.dtype)
+        window[: len(new)] = new
+    return told

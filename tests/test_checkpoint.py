@@ -337,9 +337,7 @@ def test_a_hub_id_is_downloaded_without_pickles(single: Path, monkeypatch: pytes
     assert "*.safetensors" in asked["owner/model-1.5"]
     assert "!*.bin" in asked["owner/model-1.5"]
     assert not {"*", "*.bin", "*.py"} & set(asked["owner/model-1.5"])
-    with pytest.raises(
-        BadCheckpoint, match=r"'owner/gone' is no local folder and could not be .*404.*check the name"
-    ):
+    with pytest.raises(BadCheckpoint, match=r"'owner/gone' is no local folder and could not be .*404.*check the name"):
         Checkpoint.open("owner/gone")
 
 

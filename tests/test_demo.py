@@ -19,9 +19,7 @@ from mla_convert.recipe import DemoRecipe
 DEMO = "mla_convert.demo"
 
 
-def test_the_whole_demo_on_a_tiny_model(
-    smollm_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_whole_demo_on_a_tiny_model(smollm_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = smollm_shaped, tmp_path / "out"
     monkeypatch.setattr(sys.modules[DEMO], "find_model", lambda: source)
     result = demo(DemoRecipe(out=str(out), windows=2, heal="steps=3,windows=6"))
@@ -59,9 +57,7 @@ def test_the_answer_is_greedy_and_without_the_prompt(smollm_shaped: Path) -> Non
     first = answer(source, "cpu", tokens=8)
     torch.manual_seed(2)  # the source's generation_config samples; the demo must not
     assert answer(source, "cpu", tokens=8) == first
-    assert (
-        "capital" not in first and len(first.encode()) <= 8 * 3
-    )  # one token is one byte; U+FFFD takes three
+    assert "capital" not in first and len(first.encode()) <= 8 * 3  # one token is one byte; U+FFFD takes three
 
 
 def test_the_wheel_is_found_without_importing_it() -> None:

@@ -129,9 +129,7 @@ def test_bos_is_stated_and_predicts_the_first_token(files: dict[str, str]) -> No
         run(files, "bos")
 
 
-def test_fewer_windows_are_counted_not_assumed(
-    files: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fewer_windows_are_counted_not_assumed(files: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         result = run(files, "llama", windows=50)
     assert (result.windows, result.tokens_scored) == (21, 21 * 31)

@@ -140,9 +140,7 @@ def test_any_shape_is_read_from_headers_alone(
 
 @given(
     key=st.text(st.characters(codec="ascii", categories=["Ll"]), min_size=1, max_size=12).map("x_{}".format),
-    value=st.one_of(
-        st.integers(), st.floats(allow_nan=False), st.booleans(), st.text(max_size=5), st.lists(st.none())
-    ),
+    value=st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.text(max_size=5), st.lists(st.none())),
 )
 def test_every_unknown_key_is_refused_by_name_unless_null(key: str, value: Any) -> None:
     ckpt = meta_checkpoint("llama")
@@ -208,9 +206,7 @@ def test_config_features_are_refused_by_name(tmp_path: Path, changes: dict[str, 
 def test_mistral_windows_are_refused_also_where_the_key_is_absent_or_disclaimed(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "m", "mistral", tokenizer=False)
     read_spec(Checkpoint.open(folder))
-    edit_config(
-        folder, sliding_window=64, use_sliding_window=False
-    )  # MistralModel does not read the second key
+    edit_config(folder, sliding_window=64, use_sliding_window=False)  # MistralModel does not read the second key
     refuse(folder, r"sliding_window=64, not None")
     edit_config(folder, drop=("sliding_window",))
     refuse(folder, r"sliding_window=4096 \(the model class's value, as the key is absent\), not None")
@@ -261,9 +257,7 @@ def test_missing_wrongly_shaped_and_oddly_stored_tensors_are_refused(tmp_path: P
 
 def test_an_untied_model_without_lm_head_is_refused(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "m", tokenizer=False, tie_word_embeddings=True)
-    refuse(
-        edit_config(folder, tie_word_embeddings=False), r"lacks 1 of the 39 tensors .* first lm_head\.weight"
-    )
+    refuse(edit_config(folder, tie_word_embeddings=False), r"lacks 1 of the 39 tensors .* first lm_head\.weight")
 
 
 def test_stored_rotary_buffers_are_ticked_off(tmp_path: Path) -> None:

@@ -42,9 +42,7 @@ def gguf(single: Path, tmp_path: Path) -> Path:
 
 
 def test_gguf_gives_the_tensors_transformers_loads(single: Path, gguf: Path) -> None:
-    expected = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    ).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).state_dict()
     original = load_file(single / WEIGHTS)
     for source in (gguf, gguf.parent):
         ckpt = Checkpoint.open(source)
@@ -65,9 +63,7 @@ def test_gguf_tokenizer_is_written_out(single: Path, gguf: Path) -> None:
     files = ckpt.sidecars()
     assert "tokenizer.json" in {path.name for path in files}
     text = "Grüße, 世界\n"
-    ours, theirs = (
-        AutoTokenizer.from_pretrained(folder)(text)["input_ids"] for folder in (files[0].parent, single)
-    )
+    ours, theirs = (AutoTokenizer.from_pretrained(folder)(text)["input_ids"] for folder in (files[0].parent, single))
     assert ours == theirs
 
 
@@ -93,9 +89,7 @@ def test_gguf_features_that_transformers_ignores_are_refused(
 def test_damaged_and_ambiguous_gguf_files_are_refused(gguf: Path) -> None:
     write = gguf.with_name("second.gguf")
     write.write_bytes(gguf.read_bytes())
-    refuse(
-        gguf.parent, BadCheckpoint, r"holds 2 GGUF files \(second\.gguf, tiny\.gguf\); give the path of one"
-    )
+    refuse(gguf.parent, BadCheckpoint, r"holds 2 GGUF files \(second\.gguf, tiny\.gguf\); give the path of one")
     truncate(write, write.stat().st_size // 2)
     refuse(write, BadCheckpoint, r"second\.gguf is truncated or no GGUF file")
     write.write_bytes(b"")

@@ -64,9 +64,7 @@ def test_files_the_readme_links_exist() -> None:
         assert (ROOT / link).exists(), link
 
 
-def test_the_readme_commands_run_in_order(
-    smollm_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_readme_commands_run_in_order(smollm_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = []
     for arguments in commands("mla-convert"):

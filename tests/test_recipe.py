@@ -91,9 +91,7 @@ def test_a_bad_eval_option_is_refused_by_name(options: dict[str, Any], match: st
 def test_good_options_are_taken_as_they_are() -> None:
     recipe = convert_recipe(**SIZE, calib_data=["x.txt", "y.txt"], rope_stride=2, device="cuda:1")
     assert recipe.calib_data == ("x.txt", "y.txt") and recipe.rope_stride == 2
-    assert (
-        convert_recipe(cache_ratio=1).cache_ratio == 1
-    )  # a whole number is a number, and 1 is the upper end
+    assert convert_recipe(cache_ratio=1).cache_ratio == 1  # a whole number is a number, and 1 is the upper end
     assert hash(recipe) == hash(dataclasses.replace(recipe))
 
 
@@ -135,9 +133,7 @@ def test_yaml_keywords_and_flags_give_the_same_recipe(tmp_path: Path) -> None:
     text=st.lists(st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc"))), max_size=3),
     stride=st.one_of(st.just("auto"), st.integers(1, 64)),
 )
-def test_any_recipe_survives_yaml(
-    rank: int, slots: int, method: str, text: list[str], stride: int | str
-) -> None:
+def test_any_recipe_survives_yaml(rank: int, slots: int, method: str, text: list[str], stride: int | str) -> None:
     recipe = convert_recipe(
         kv_lora_rank=rank, qk_rope_head_dim=2 * slots, method=method, calib_data=text, rope_stride=stride
     )

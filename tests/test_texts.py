@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny_text
 import torch
+from tiny import tiny_tokenizer
 
 from mla_convert.errors import BadOption
 from mla_convert.texts import (
@@ -17,6 +18,7 @@ from mla_convert.texts import (
     text_hash,
     token_stream,
     token_windows,
+    with_conversations,
 )
 
 
@@ -136,3 +138,23 @@ def test_fewer_windows_than_asked_for_are_used_with_a_warning(caplog: pytest.Log
 def test_impossible_windows_are_refused(options: dict[str, int], match: str) -> None:
     with pytest.raises(BadOption, match=match):
         token_windows(tiny_text.tokenizer(), [tiny_text.text(23)], **options)
+
+
+def test_one_window_in_four_is_a_conversation(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = token_windows(tokenizer, [f"paragraph {i} of some text\n\n" * 3 for i in range(60)], 64, 9)
+    told = with_conversations(tokenizer, ids)
+    changed = [i for i in range(9) if not torch.equal(told[i], ids[i])]
+    assert changed == [3, 7] and told.shape == ids.shape
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert told[3, 0] == start and (told[3] == start).sum() > 1 and not (ids == start).any()
+    tokenizer.chat_template = None
+    assert with_conversations(tokenizer, ids) is ids
+
+
+def test_a_template_that_cannot_be_filled_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('only tools') }}"
+    ids = token_windows(tokenizer, ["words " * 200], 64, 4)
+    assert with_conversations(tokenizer, ids) is ids
+    assert "cannot be filled (only tools)" in caplog.text

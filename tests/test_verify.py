@@ -81,9 +81,7 @@ def logit_lines(*positions: int) -> set[str]:
     return {"logits, all positions"} | {f"logits, position {position}" for position in positions}
 
 
-def test_a_right_folder_passes_every_check(
-    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_right_folder_passes_every_check(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """Measured: logits 0, cached decode 2e-6, padding 0, stock layer 6e-7, absorbed 1e-15."""
     result = mla_convert.verify(source=str(pair[0]), converted=str(pair[1]))
     assert result.passed, [check for check in result.checks if check.passed is False]
