@@ -20,8 +20,8 @@ from mla_convert.factor import roots
 from mla_convert.families import SourceSpec
 from mla_convert.stream import LayerStream
 
-QUERIES_PER_WINDOW = 128  # positions at which attention is examined
-JACOBIANS_PER_WINDOW = 4  # of those, positions at which the key error is followed through the softmax
+QUERIES_PER_WINDOW = 256  # positions at which attention is examined
+JACOBIANS_PER_WINDOW = 8  # of those, positions at which the key error is followed through the softmax
 
 
 @dataclass(frozen=True, eq=False)

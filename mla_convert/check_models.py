@@ -136,11 +136,25 @@ def cache_is_exact(
     checks = []
     for name, chunk in (("one prefill", len(ids)), (f"chunks of {CHUNK}", CHUNK), ("one by one", 1)):
         logits = cached_logits(model, ids, chunk, advance)
-        worst = _worst(logits - full) / scale
+        worst, note = _worst(logits - full) / scale, ""
+        if worst > CACHE_BOUND and model.dtype == torch.float32:
+            # A model whose attention is near a tie amplifies rounding. Rounding falls with precision, an error does not.
+            rounded, worst = worst, _cached_difference_in_double(model, ids, chunk)
+            note = f"in fp64, as fp32 rounding grew to {rounded:.1e}; "
         nll = torch.nn.functional.cross_entropy(logits[:-1].double(), ids[1:].to(logits.device))
-        detail = f"of max |logit| {scale:.1f}; {float(nll):.4f} nats per token over {len(ids)} tokens"
+        detail = f"{note}of max |logit| {scale:.1f}; {float(nll):.4f} nats per token over {len(ids)} tokens"
         checks.append(Check(f"cached decode == full forward, {name}", worst <= CACHE_BOUND, worst, CACHE_BOUND, detail))
     return checks
+
+
+def _cached_difference_in_double(model: PreTrainedModel, ids: torch.Tensor, chunk: int) -> float:
+    """What `cache_is_exact` measures, with the fp32 model in fp64 for the moment."""
+    torch.nn.Module.double(model)
+    try:
+        full = forward_logits(model, ids)
+        return _worst(cached_logits(model, ids, chunk) - full) / float(full.abs().max())
+    finally:
+        torch.nn.Module.float(model)
 
 
 @torch.inference_mode()

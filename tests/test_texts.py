@@ -140,14 +140,14 @@ def test_impossible_windows_are_refused(options: dict[str, int], match: str) -> 
         token_windows(tiny_text.tokenizer(), [tiny_text.text(23)], **options)
 
 
-def test_one_window_in_four_is_a_conversation(tmp_path: Path) -> None:
+def test_one_window_in_eight_is_a_conversation(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
-    ids = token_windows(tokenizer, [f"paragraph {i} of some text\n\n" * 3 for i in range(60)], 64, 9)
+    ids = token_windows(tokenizer, [f"paragraph {i} of some text\n\n" * 3 for i in range(60)], 64, 17)
     told = with_conversations(tokenizer, ids)
-    changed = [i for i in range(9) if not torch.equal(told[i], ids[i])]
-    assert changed == [3, 7] and told.shape == ids.shape
+    changed = [i for i in range(17) if not torch.equal(told[i], ids[i])]
+    assert changed == [7, 15] and told.shape == ids.shape
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    assert told[3, 0] == start and (told[3] == start).sum() > 1 and not (ids == start).any()
+    assert told[7, 0] == start and (told[7] == start).sum() > 1 and not (ids == start).any()
     tokenizer.chat_template = None
     assert with_conversations(tokenizer, ids) is ids
 

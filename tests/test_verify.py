@@ -15,6 +15,7 @@ import mla_convert
 from mla_convert import check_models, report
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import BadCheckpoint, BadOption
+from mla_convert.loading import load_model
 
 ALPHA = 2.0**-22
 FILE = "model.safetensors"
@@ -257,3 +258,20 @@ def test_results_are_written_as_json_and_unusable_input_is_named(
     (copy[1] / "conversion.json").unlink()
     with pytest.raises(BadCheckpoint, match=r"no conversion\.json"):
         mla_convert.verify(source=copy[0], converted=str(copy[1]))
+
+
+def test_rounding_is_told_from_an_error_by_doubling_the_precision(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a bound no fp32 decode meets, the fp64 one does (measured 1e-15); a cache that loses a token never does."""
+    model = load_model(pair[1], torch.float32, torch.device("cpu"))
+    ids = torch.randint(0, model.config.vocab_size, (60,), generator=torch.Generator().manual_seed(0))
+    full = check_models.forward_logits(model, ids)
+    monkeypatch.setattr(check_models, "CACHE_BOUND", 1e-9)
+    checks = {check.name.split(", ")[1]: check for check in check_models.cache_is_exact(model, ids, full)}
+    assert checks["one by one"].passed and "in fp64, as fp32 rounding grew to" in checks["one by one"].detail
+    assert model.dtype == torch.float32
+
+    whole = check_models.cached_logits
+    monkeypatch.setattr(check_models, "cached_logits", lambda model, ids, *rest: whole(model, ids.roll(1), *rest))
+    assert not any(check.passed for check in check_models.cache_is_exact(model, ids, full))
