@@ -138,7 +138,7 @@ def cache_is_exact(
         logits = cached_logits(model, ids, chunk, advance)
         worst, note = _worst(logits - full) / scale, ""
         if worst > CACHE_BOUND and model.dtype == torch.float32:
-            # A model whose attention is near a tie amplifies rounding. Rounding falls with precision, an error does not.
+            # A model whose attention is near a tie amplifies rounding, which falls with precision; an error does not.
             rounded, worst = worst, _cached_difference_in_double(model, ids, chunk)
             note = f"in fp64, as fp32 rounding grew to {rounded:.1e}; "
         nll = torch.nn.functional.cross_entropy(logits[:-1].double(), ids[1:].to(logits.device))

@@ -22,9 +22,8 @@ logger = logging.getLogger(__name__)
 
 EVAL_EVERY = 4  # every 4th topic of Python's own documentation is kept for evaluation
 DATASET_CHARS = 64_000_000  # named data sets are streamed up to here, far above what any window count needs
-CHAT_EVERY = (
-    4  # of the windows that calibrate and heal a model with a chat template, one in this many is a conversation
-)
+# One in this many of the windows that calibrate and heal a model with a chat template is a conversation.
+CHAT_EVERY = 8
 BOS_EVERY_WINDOW = "BOS at the start of every window"
 BOS_NEVER = "no BOS"
 
