@@ -155,6 +155,6 @@ def test_one_window_in_eight_is_a_conversation(tmp_path: Path) -> None:
 def test_a_template_that_cannot_be_filled_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('only tools') }}"
-    ids = token_windows(tokenizer, ["words " * 200], 64, 4)
+    ids = token_windows(tokenizer, ["words " * 200], 64, 8)
     assert with_conversations(tokenizer, ids) is ids
     assert "cannot be filled (only tools)" in caplog.text
