@@ -11,11 +11,19 @@ from typer.testing import CliRunner
 
 import mla_convert
 from mla_convert import cli, flags
+from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RECIPES = {"convert": ConvertRecipe, "heal": HealRecipe, "verify": VerifyRecipe, "eval": EvalRecipe, "demo": DemoRecipe}
+RECIPES = {
+    "finetune": FinetuneRecipe,
+    "convert": ConvertRecipe,
+    "heal": HealRecipe,
+    "verify": VerifyRecipe,
+    "eval": EvalRecipe,
+    "demo": DemoRecipe,
+}
 
 
 def blocks(language: str) -> list[str]:
