@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import mla_convert
 from mla_convert.errors import BadOption, MlaConvertError
-from mla_convert.options import merge, resolve
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, VerifyRecipe
+from mla_convert.finetune_recipe import FinetuneRecipe
+from mla_convert.options import Recipe, merge, resolve
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SIZE = {"kv_lora_rank": 128, "qk_rope_head_dim": 64}
@@ -182,14 +183,24 @@ def test_a_missing_or_binary_recipe_file_is_refused(tmp_path: Path) -> None:
         ConvertRecipe.load(tmp_path / "b.yaml")
 
 
+SHIPPED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
+    "smollm2_135m_192": (ConvertRecipe, {"kv_lora_rank": 128, "qk_rope_head_dim": 64}),
+    "llama3_8b_512_64": (ConvertRecipe, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "smollm2_135m_cpu": (FinetuneRecipe, {"converted": "smollm2-135m-mla-192"}),
+    "llama3_8b": (FinetuneRecipe, {"converted": "llama3-8b-mla-576"}),
+}
+
+
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_shipped_recipes_load(file: Path) -> None:
-    recipe = ConvertRecipe.load(file)
-    ranks = {"smollm2_135m_192": (128, 64), "llama3_8b_512_64": (512, 64)}[file.stem]
-    assert (recipe.kv_lora_rank, recipe.qk_rope_head_dim) == ranks
+    kind, values = SHIPPED[file.stem]
+    recipe = kind.load(file)
+    assert {name: getattr(recipe, name) for name in values} == values
 
 
-@pytest.mark.parametrize("recipe_type", [ConvertRecipe, VerifyRecipe, EvalRecipe, DemoRecipe])
+@pytest.mark.parametrize(
+    "recipe_type", [ConvertRecipe, HealRecipe, FinetuneRecipe, VerifyRecipe, EvalRecipe, DemoRecipe]
+)
 def test_every_field_has_help_and_sizes_have_no_default(recipe_type: Any) -> None:
     for field in dataclasses.fields(recipe_type):
         assert field.metadata["help"].endswith("."), field.name
