@@ -81,7 +81,7 @@ def _download(repo: str) -> Path:
 
 def _locate(source: str | Path) -> Path:
     """Return the local folder or .gguf file that `source` means."""
-    path = Path(source)
+    path = Path(source).expanduser()
     if path.is_file():
         if path.suffix.lower() == ".gguf":
             return path

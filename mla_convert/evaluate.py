@@ -23,6 +23,8 @@ from mla_convert.texts import BOS_EVERY_WINDOW, bos_policy, read_documents, text
 
 logger = logging.getLogger(__name__)
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelScore:
@@ -79,6 +81,10 @@ def evaluate(recipe: EvalRecipe) -> EvalResult:
     for target in (recipe.json, recipe.plot):
         if target is not None and not Path(target).expanduser().absolute().parent.is_dir():
             raise BadOption(f"{target}: its folder does not exist; create it first")
+        if target is not None and Path(target).expanduser().is_dir():
+            raise BadOption(f"{target} is a folder; name a file")
+    if recipe.plot is not None and Path(recipe.plot).suffix not in PICTURES:
+        raise BadOption(f"plot={recipe.plot}: the name must end in one of {', '.join(PICTURES)}")
     documents = read_documents(recipe.eval_data, part="eval")
     windows, stride, bos = _common_windows(recipe, documents)
     order = [m for m in (recipe.reference,) if m is not None]
@@ -98,6 +104,8 @@ def evaluate(recipe: EvalRecipe) -> EvalResult:
             by_name[name] = summarise(
                 name, name == recipe.reference, tokens, windows, cache_bytes_per_token(model), seconds
             )
+            if not math.isfinite(by_name[name].nll):
+                logger.warning("%s: its logits are not finite; the weights or the type overflow", name)
             logger.info("%s: %.4f nats per token, %.1f s", name, by_name[name].nll, seconds)
             del model
     result = EvalResult(

@@ -115,6 +115,8 @@ def refit_down(blocks: Sequence[Block], W_DKV: Tensor, ups: Sequence[Tensor], st
     def apply(x: Tensor) -> Tensor:
         return sum((gram @ x @ moment for gram, moment in pairs), torch.zeros_like(x))
 
+    if not any(gram.trace() > 0 for gram, _ in pairs):
+        return W_DKV  # nothing reads these projections: any latent is the best one
     grams = sum((gram for gram, _ in pairs), torch.zeros_like(pairs[0][0]))
     share = [gram.trace() / grams.trace() for gram, _ in pairs]
     mean = sum((s * moment for s, (_, moment) in zip(share, pairs, strict=True)), torch.zeros_like(pairs[0][1]))

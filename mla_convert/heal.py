@@ -1,6 +1,5 @@
 """heal: read a written conversion back, fit its layers to the source again, and write the result as a new folder."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,13 +16,17 @@ from mla_convert.layer import MLALayer
 from mla_convert.loading import load_tokenizer, resolve_device
 from mla_convert.measure import Stage, stage
 from mla_convert.recipe import HealRecipe, HealSettings
+from mla_convert.record import read_record
 from mla_convert.report import progress
 from mla_convert.rope import ladder_plan
 from mla_convert.sizes import Size
 from mla_convert.stock import read_stock_layer, residual_scale
 from mla_convert.stream import LayerStream
 from mla_convert.texts import read_documents, text_hash, token_windows, with_conversations
-from mla_convert.write import RECORD, FolderWriter
+from mla_convert.write import FolderWriter
+
+# Of the record of what is healed; a healed folder may be healed again.
+KEPT = ("recipe", "converted_by", "calibration", "layers", "heal", "environment")
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,10 @@ def heal(recipe: HealRecipe) -> HealResult:
     settings = HealSettings(recipe.steps, recipe.windows, recipe.held_out, recipe.lr)
     checkpoint, written = Checkpoint.open(recipe.source), Checkpoint.open(recipe.converted)
     spec, config = read_spec(checkpoint), written.config
-    record_file = Path(recipe.converted) / RECORD
-    if not record_file.is_file():
-        raise BadCheckpoint(f"{recipe.converted} holds no {RECORD}; name a folder that `mla-convert convert` wrote")
-    record = json.loads(record_file.read_text(encoding="utf-8"))
+    record = read_record(recipe.converted, ("lossless", "kv_lora_rank", "qk_rope_head_dim", "rope_stride"))
     if record["lossless"]:
         raise BadOption(f"{recipe.converted} is an exact re-encoding, so there is nothing to heal")
-    if record["source"]["hashes"] != checkpoint.hashes():
+    if record["source"].get("hashes") != checkpoint.hashes():
         raise BadCheckpoint(
             f"{recipe.converted} was converted from other weights than {recipe.source} (sha256 differs); "
             "name its source"
@@ -86,7 +86,7 @@ def heal(recipe: HealRecipe) -> HealResult:
             write_tensors(checkpoint, spec, layers(), writer, dtype, advance)
         new = {
             "recipe": recipe.to_dict(),
-            "converted_by": {key: record[key] for key in ("recipe", "calibration", "layers", "heal", "environment")},
+            "converted_by": {key: record[key] for key in KEPT if key in record},
             "heal": {
                 "settings": asdict(settings),
                 "sha256": text_hash(documents),

@@ -149,7 +149,7 @@ def _prepare(stream: LayerStream, layer: nn.Module, source: Tensor, converted: T
         after = stream.run(layer, source[here])
         out = seen.pop()
         task.targets[here] = out.cpu()
-        task.weight[here] = 1 / (source[here] + task.targets[here]).square().sum(-1)
+        task.weight[here] = 1 / (source[here] + task.targets[here]).square().sum(-1).clamp_min(1e-30)
         source[here] = after
         with torch.no_grad():
             task.inputs[here] = layer.input_layernorm(converted[here].to(stream.device)).cpu()  # type: ignore[operator]

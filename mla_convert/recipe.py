@@ -4,6 +4,7 @@ Building a recipe validates it, so none that exists is malformed; what needs the
 families that are known) is checked where the source is read.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,12 @@ class HealSettings:
         if "steps" not in values:
             raise BadOption(f"heal={text!r} names no steps; write for example steps=200")
         settings = cls(**values)  # type: ignore[arg-type]
-        if settings.steps < 0 or settings.held_out < 1 or settings.windows <= settings.held_out or settings.lr <= 0:
+        if (
+            settings.steps < 0
+            or settings.held_out < 1
+            or settings.windows <= settings.held_out
+            or not 0 < settings.lr < math.inf
+        ):
             raise BadOption(
                 f"heal={text!r}: steps must be 0 or more, lr above 0, and windows ({settings.windows}) more than "
                 f"held_out ({settings.held_out}), which is 1 or more"
@@ -103,6 +109,8 @@ class ConvertRecipe(Recipe):
         """Check the size options, healing, and that OUT cannot destroy SOURCE. Raises BadOption."""
         self._check_size()
         _check_apart(self.source, self.out)
+        if self.seed >= 2**63:
+            raise BadOption(f"seed={self.seed} must be below 2^63")
         if self.heal and self.lossless:
             raise BadOption("heal and lossless: an exact re-encoding has nothing to heal; leave one out")
         if self.heal:

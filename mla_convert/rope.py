@@ -21,6 +21,7 @@ from mla_convert.frequencies import inverse_frequencies, longrope_frequencies
 
 # Relative; config files hold theta' with 16 digits, classes compute in fp32 (6e-8).
 FREQUENCY_TOLERANCE = 1e-6
+DEAD = 1e-12  # lost energies below this fraction of the layer's largest count as this much
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +167,9 @@ def split_rope(
     groups, per_group = W_K.shape[0], W_Q.shape[0] // W_K.shape[0]
     # A frequency that loses nothing still prefers its strongest direction, hence the floor.
     lost = (query_energy * lost_fraction.clamp_min(1e-9)).unflatten(0, (groups, per_group)).sum(1)
+    # A dead layer or KV head (nothing reads its score) has no lost energy; its slots are as good as any others, but the
+    # balancing below divides by the root of it.
+    lost = lost.clamp_min(DEAD * lost.max().item()) if lost.max() > 0 else torch.ones_like(lost)
     slots_of: dict[int, list[int]] = {}
     for slot, pair in enumerate(plan.source_index):
         slots_of.setdefault(pair, []).append(slot)
@@ -179,7 +183,7 @@ def split_rope(
             # Everything at this frequency is kept: one slot per KV head, no basis needed.
             into, back = (torch.eye(groups, dtype=key.dtype, device=key.device),) * 2
         else:
-            weight = lost[:, pair].clamp_min(torch.finfo(torch.float64).tiny).sqrt()
+            weight = lost[:, pair].sqrt()
             weighted = key[:, pair] * weight[:, None]
             energy, basis = torch.linalg.eigh(weighted @ covariance.to(key.dtype) @ weighted.mH)
             kept = basis[:, groups - len(slots) :]

@@ -4,7 +4,6 @@ right.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +19,11 @@ from mla_convert.errors import BadCheckpoint, BadOption
 from mla_convert.evaluate import cache_bytes
 from mla_convert.loading import load_model, load_model_and_report, load_tokenizer, resolve_device
 from mla_convert.recipe import VerifyRecipe
+from mla_convert.record import read_record
 from mla_convert.texts import read_documents, token_windows
 
 logger = logging.getLogger(__name__)
 
-RECORD = "conversion.json"
 MUST_RUN = (
     "config is stock DeepSeek-V3",
     "tensor names and shapes",
@@ -130,20 +129,6 @@ def source_facts(source: str, ids: torch.Tensor, device: torch.device) -> Source
     del model
     model = load_model(source, torch.bfloat16, device)
     return SourceFacts(logits, check_models.forward_logits(model, ids).cpu(), held)
-
-
-def read_record(folder: str) -> dict[str, Any]:
-    """conversion.json of a converted folder. Raises BadCheckpoint when it is missing or not a JSON object."""
-    path = Path(folder).expanduser() / RECORD
-    if not path.is_file():
-        raise BadCheckpoint(f"{folder}: no {RECORD}; name a folder that `mla-convert convert` wrote")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadCheckpoint(f"{path} is not JSON ({error}); convert again") from error
-    if not isinstance(record, dict):
-        raise BadCheckpoint(f"{path} holds a {type(record).__name__}, not an object; convert again")
-    return record
 
 
 def sample_ids(tokenizer: PreTrainedTokenizerBase | None, window: int, vocab_size: int) -> torch.Tensor:

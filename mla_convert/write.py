@@ -39,7 +39,7 @@ class FolderWriter:
         overwrite: bool = False,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ):
-        self.out = Path(out).resolve()  # staging must be on the disk that a linked folder is on
+        self.out = Path(out).expanduser().resolve()  # staging must be on the disk that a linked folder is on
         self.overwrite = overwrite
         self.max_shard_bytes = max_shard_bytes
         check_target(self.out, overwrite)
@@ -61,6 +61,12 @@ class FolderWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor, cloned, so shared or non-contiguous storage is safe; writes full shards."""
         data = tensor.detach().cpu().contiguous().clone()
+        if not bool(data.isfinite().all()):
+            bad = int((~data.isfinite()).sum())
+            raise MlaConvertError(
+                f"{name} came out with {bad} of {data.numel()} values not finite in {data.dtype}; nothing was written; "
+                "please report this with the model's name, and try --method pca"
+            )
         size = data.numel() * data.element_size()
         if self._open and self._open_bytes + size > self.max_shard_bytes:
             self._flush()
@@ -69,7 +75,9 @@ class FolderWriter:
 
     def _flush(self) -> None:
         with full_disk_is_named(self.staging):
-            save_file(self._open, self.staging / f"shard-{len(self._shards):05d}", metadata={"format": "pt"})
+            shard = self.staging / f"shard-{len(self._shards):05d}"
+            save_file(self._open, shard, metadata={"format": "pt"})
+            shard.chmod(readable_mode())  # safetensors makes it 0600, which a server under another user cannot read
         self._shards.append({name: t.numel() * t.element_size() for name, t in self._open.items()})
         self._open, self._open_bytes = {}, 0
 
@@ -119,6 +127,13 @@ class FolderWriter:
 def place_of(sidecar: Path) -> Path:
     """Where a copied file belongs in a checkpoint folder: templates by name have a folder of their own."""
     return Path(TEMPLATES, sidecar.name) if sidecar.parent.name == TEMPLATES else Path(sidecar.name)
+
+
+def readable_mode() -> int:
+    """The mode a plain new file gets here."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def check_target(out: Path, overwrite: bool) -> None:

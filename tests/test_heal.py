@@ -102,8 +102,33 @@ def test_heal_command_on_a_written_folder(tmp_path: Path) -> None:
     assert all(r.after < r.before for r in result.healing)
     record = json.loads((tmp_path / "healed" / "conversion.json").read_text())
     assert record["converted_by"]["recipe"]["method"] == "svd" and record["heal"]["settings"]["steps"] == 40
-    checks = mla_convert.verify(source=str(source), converted=str(tmp_path / "healed")).checks
-    assert [c.name for c in checks if c.passed is False] == []
+    again = mla_convert.heal(
+        source=str(source), converted=str(tmp_path / "healed"), out=str(tmp_path / "again"), steps=5, windows=20,
+        window=64, data=(str(tmp_path / "text.txt"),),
+    )  # fmt: skip
+    assert len(again.healing) == 4
+    kept = json.loads((tmp_path / "again" / "conversion.json").read_text())["converted_by"]
+    assert kept["heal"]["settings"]["steps"] == 40 and kept["converted_by"]["recipe"]["method"] == "svd"
+    for folder in ("healed", "again"):
+        checks = mla_convert.verify(source=str(source), converted=str(tmp_path / folder)).checks
+        assert [c.name for c in checks if c.passed is False] == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [("", "is not JSON"), ("[]", "holds a list"), ("{}", "lacks source"), (None, "no conversion.json")],
+)
+def test_a_damaged_record_is_named(tmp_path: Path, damage: str | None, match: str) -> None:
+    source = tiny_model(tmp_path / "source", "llama", dtype=torch.float32)
+    out = tmp_path / "out"
+    mla_convert.convert(source=str(source), out=str(out), kv_lora_rank=14, qk_rope_head_dim=6, method="svd")
+    (out / "conversion.json").unlink()
+    if damage is not None:
+        (out / "conversion.json").write_text(damage)
+    with pytest.raises(mla_convert.MlaConvertError, match=match):
+        mla_convert.heal(source=str(source), converted=str(out), out=str(tmp_path / "h"))
+    with pytest.raises(mla_convert.MlaConvertError, match=match):
+        mla_convert.verify(source=str(source), converted=str(out))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +139,8 @@ def test_heal_command_on_a_written_folder(tmp_path: Path) -> None:
         ("windows=5", "names no steps"),
         ("steps=5,windows=4", "more than held_out"),
         ("steps=5,lr=-1", "lr above 0"),
+        ("steps=5,lr=nan", "lr above 0"),
+        ("steps=5,lr=inf", "lr above 0"),
     ],
 )
 def test_bad_settings_are_named(text: str, match: str) -> None:

@@ -1,0 +1,28 @@
+"""conversion.json of a converted folder, read back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mla_convert.errors import BadCheckpoint
+from mla_convert.write import RECORD
+
+
+def read_record(folder: str | Path, needed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The record of `folder`. Raises BadCheckpoint when it is missing, damaged, or lacks its source or a needed key."""
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        raise BadCheckpoint(f"{folder} does not exist or is no folder; name a folder that `mla-convert convert` wrote")
+    path = place / RECORD
+    if not path.is_file():
+        raise BadCheckpoint(f"{folder}: no {RECORD}; name a folder that `mla-convert convert` wrote")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadCheckpoint(f"{path} is not JSON ({error}); convert again") from error
+    if not isinstance(record, dict):
+        raise BadCheckpoint(f"{path} holds a {type(record).__name__}, not an object; convert again")
+    missing = [key for key in ("source", *needed) if key not in record]
+    if missing or not isinstance(record["source"], dict):
+        raise BadCheckpoint(f"{path} lacks {', '.join(missing) or 'its source object'}; convert again")
+    return record
