@@ -37,7 +37,7 @@ class FinetuneRecipe(Recipe):
     batch_size: int = option("Windows per optimiser step, over all processes.", 4, at_least=1)
     micro_batch: int = option("Windows per forward pass of one process; the rest is accumulated.", 1, at_least=1)
     learning_rate: float = option(
-        "Peak step size of AdamW, relative to the rms of each matrix (of lora adapters: absolute).", 3e-3
+        "Peak step size of AdamW, relative to the rms of each matrix (of lora adapters: absolute).", 1e-3
     )
     kd_weight: float = option(
         "Loss = kd_weight * T^2 KL(source || model) at temperature T + (1 - kd_weight) * cross-entropy, 0 to 1.", 1.0
@@ -71,7 +71,7 @@ class FinetuneRecipe(Recipe):
         _check_apart(self.source, self.out)
         _check_apart(self.converted, self.out)
         if not self.learning_rate > 0:
-            raise BadOption(f"learning_rate={self.learning_rate} must be above 0, e.g. 0.003")
+            raise BadOption(f"learning_rate={self.learning_rate} must be above 0, e.g. 0.001")
         if not 0 <= self.kd_weight <= 1:
             raise BadOption(f"kd_weight={self.kd_weight} must be from 0 to 1; 1 is KL alone, 0 cross-entropy alone")
         if not self.temperature > 0:
