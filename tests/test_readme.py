@@ -101,3 +101,7 @@ def test_the_package_docstring_shows_the_readme_calls() -> None:
     (code,) = blocks("python")
     calls = set(re.findall(r"mla_convert\.\w+\(", code))
     assert calls == set(re.findall(r"mla_convert\.\w+\(", mla_convert.__doc__ or ""))
+
+
+def test_no_placeholder_is_left() -> None:
+    assert not re.search(r"TODO|FIXME|LEAD|<!--", README)
