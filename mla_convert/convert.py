@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +15,7 @@ from mla_convert.calibrate import KeptMoments, LayerMoments, calibrate
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.choose import choose
 from mla_convert.emit import expected_bytes, publish, write_tensors
-from mla_convert.errors import BadCheckpoint, BadOption
+from mla_convert.errors import BadOption
 from mla_convert.factor import SWEEPS
 from mla_convert.families import SourceSpec, layer_tensors, read_spec
 from mla_convert.healing import HealReport, heal_layers
@@ -27,7 +27,7 @@ from mla_convert.recipe import ConvertRecipe, HealSettings
 from mla_convert.report import progress
 from mla_convert.sizes import Size, allowed_sizes, source_numbers
 from mla_convert.stream import LayerStream
-from mla_convert.texts import read_documents, text_hash, token_windows, with_conversations
+from mla_convert.texts import check_ids, read_documents, text_hash, token_windows, with_conversations
 from mla_convert.write import FolderWriter
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def convert(recipe: ConvertRecipe) -> ConvertResult:
         checkpoint=checkpoint,
         spec=spec,
         sizes=allowed_sizes(recipe, spec),
-        heal=HealSettings.parse(recipe.heal) if recipe.heal else HealSettings(0),
+        heal=replace(HealSettings.parse(recipe.heal), seed=recipe.seed) if recipe.heal else HealSettings(0),
         dtype=output_dtype(recipe, spec),
         device=resolve_device(recipe.device),
     )
@@ -234,11 +234,7 @@ def _read_texts(job: Job) -> Texts:
     wanted = max(recipe.calib_windows + extra, job.heal.windows if job.heal.steps else 0)
     tokenizer = load_tokenizer(recipe.source)
     ids = with_conversations(tokenizer, token_windows(tokenizer, documents, recipe.window, wanted))
-    if int(ids.max()) >= job.spec.vocab_size:
-        raise BadCheckpoint(
-            f"the tokenizer of {recipe.source} gives token id {int(ids.max())}, but config.json says "
-            f"vocab_size={job.spec.vocab_size}; put the model's own tokenizer there"
-        )
+    check_ids(ids, job.spec.vocab_size, recipe.source)
     if ids.numel() < job.spec.hidden_size:
         logger.warning(
             "%d calibration tokens are fewer than hidden_size=%d, so some directions of the input are never "

@@ -21,13 +21,15 @@ from transformers import PrinterCallback, TrainingArguments
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.distill import LossWeights
-from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError
+from mla_convert.errors import BadOption, MlaConvertError
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.healing import compute_dtype
 from mla_convert.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
+from mla_convert.record import check_source, read_record
 from mla_convert.report import progress, write_json
 from mla_convert.stock import residual_scale
 from mla_convert.teacher import CachedTeacher, LiveTeacher, write_cache
+from mla_convert.texts import check_ids
 from mla_convert.train_data import TrainingText, read_training_text
 from mla_convert.train_export import Exported, Outcome, export, writer_of
 from mla_convert.train_model import Student, choose_trained, open_latent, unit_latent
@@ -78,11 +80,7 @@ def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
     writer = writer_of(recipe, converted)
     tokenizer = load_tokenizer(recipe.converted)
     text = read_training_text(recipe, tokenizer)
-    if int(text.windows.max()) >= converted.config["vocab_size"]:
-        raise BadCheckpoint(
-            f"the tokenizer of {recipe.converted} gives token id {int(text.windows.max())}, but config.json says "
-            f"vocab_size={converted.config['vocab_size']}; put the model's own tokenizer there"
-        )
+    check_ids(text.windows, converted.config["vocab_size"], recipe.converted)
     work = Path(f"{Path(recipe.out).expanduser().resolve()}.training")
     args = training_arguments(recipe, work)
     if args.process_index == 0:
@@ -203,19 +201,10 @@ def prepared(recipe: FinetuneRecipe, device: torch.device, windows: Tensor) -> A
 
 def _read_record(recipe: FinetuneRecipe, source: Checkpoint) -> dict[str, Any]:
     """conversion.json of CONVERTED. Raises BadCheckpoint or BadOption if it is no conversion of SOURCE to train."""
-    path = Path(recipe.converted).expanduser() / "conversion.json"
-    if not path.is_file():
-        raise BadCheckpoint(f"{recipe.converted}: no conversion.json; name a folder that `mla-convert convert` wrote")
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    record = read_record(recipe.converted)
     if record.get("lossless"):
         raise BadOption(f"{recipe.converted} is lossless: it has nothing to win back; convert to a smaller cache first")
-    hashes, recorded = source.hashes(), record.get("source", {}).get("hashes", {})
-    if hashes != recorded:
-        name = min(n for n in hashes | recorded if hashes.get(n) != recorded.get(n))
-        raise BadCheckpoint(
-            f"{recipe.converted} was not converted from {recipe.source}: {name} has sha256 "
-            f"{str(hashes.get(name))[:12]}, conversion.json says {str(recorded.get(name))[:12]}; name its own source"
-        )
+    check_source(recipe.converted, record, source)
     return record
 
 

@@ -9,20 +9,20 @@ import torch
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.emit import expected_bytes, publish, write_tensors
-from mla_convert.errors import BadCheckpoint, BadOption
+from mla_convert.errors import BadOption
 from mla_convert.families import read_spec
 from mla_convert.healing import HealReport, heal_layers
 from mla_convert.layer import MLALayer
 from mla_convert.loading import load_tokenizer, resolve_device
 from mla_convert.measure import Stage, stage
 from mla_convert.recipe import HealRecipe, HealSettings
-from mla_convert.record import read_record
+from mla_convert.record import check_source, read_record
 from mla_convert.report import progress
 from mla_convert.rope import ladder_plan
 from mla_convert.sizes import Size
 from mla_convert.stock import read_stock_layer, residual_scale
 from mla_convert.stream import LayerStream
-from mla_convert.texts import read_documents, text_hash, token_windows, with_conversations
+from mla_convert.texts import check_ids, read_documents, text_hash, token_windows, with_conversations
 from mla_convert.write import FolderWriter
 
 # Of the record of what is healed; a healed folder may be healed again.
@@ -50,11 +50,7 @@ def heal(recipe: HealRecipe) -> HealResult:
     record = read_record(recipe.converted, ("lossless", "kv_lora_rank", "qk_rope_head_dim", "rope_stride"))
     if record["lossless"]:
         raise BadOption(f"{recipe.converted} is an exact re-encoding, so there is nothing to heal")
-    if record["source"].get("hashes") != checkpoint.hashes():
-        raise BadCheckpoint(
-            f"{recipe.converted} was converted from other weights than {recipe.source} (sha256 differs); "
-            "name its source"
-        )
+    check_source(recipe.converted, record, checkpoint)
     size = Size(record["kv_lora_rank"], ladder_plan(spec, record["qk_rope_head_dim"], record["rope_stride"]))
     dtype = getattr(torch, config["dtype"])
     device = resolve_device(recipe.device)
@@ -62,6 +58,7 @@ def heal(recipe: HealRecipe) -> HealResult:
     documents = read_documents(recipe.data, part="calib")
     tokenizer = load_tokenizer(recipe.source)
     ids = with_conversations(tokenizer, token_windows(tokenizer, documents, recipe.window, recipe.windows))
+    check_ids(ids, spec.vocab_size, recipe.source)
     if len(ids) <= recipe.held_out:
         raise BadOption(
             f"the text gives {len(ids)} windows of {recipe.window} tokens and {recipe.held_out} are held out; "

@@ -80,7 +80,7 @@ def heal_layer(
     rates = {name: settings.lr * params[name].detach().square().mean().sqrt().item() for name in TRAINED}
     groups = [{"params": [params[name]], "name": name} for name in TRAINED if params[name].numel()]
     optimiser = torch.optim.Adam(groups, betas=(0.9, 0.98))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(settings.seed)
     before = best = judge()
     kept: dict[str, Tensor] = {}
     order: list[int] = []

@@ -29,6 +29,7 @@ class HealSettings:
     windows: int = 64
     held_out: int = 4
     lr: float = 5e-4
+    seed: int = 0  # of the order of the windows
 
     @classmethod
     def parse(cls, text: str) -> "HealSettings":
@@ -102,7 +103,7 @@ class ConvertRecipe(Recipe):
         "auto",
         choices=("auto", "float32", "bfloat16"),
     )
-    overwrite: bool = option("Replace OUT if it exists and is not empty.", False)
+    overwrite: bool = option("Replace OUT if it holds an earlier conversion.", False)
     seed: int = option("Seed of every random choice.", 0, at_least=0)
 
     def validate(self) -> None:

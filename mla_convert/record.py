@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import BadCheckpoint
 from mla_convert.write import RECORD
 
@@ -26,3 +27,15 @@ def read_record(folder: str | Path, needed: tuple[str, ...] = ()) -> dict[str, A
     if missing or not isinstance(record["source"], dict):
         raise BadCheckpoint(f"{path} lacks {', '.join(missing) or 'its source object'}; convert again")
     return record
+
+
+def check_source(folder: str, record: dict[str, Any], source: Checkpoint) -> None:
+    """Raise BadCheckpoint unless `record` says that `folder` was converted from exactly these weight files."""
+    hashes, recorded = source.hashes(), record["source"].get("hashes", {})
+    if hashes == recorded:
+        return
+    name = min(n for n in hashes | recorded if hashes.get(n) != recorded.get(n))
+    raise BadCheckpoint(
+        f"{folder} was converted from other weights, it was not converted from {source.path}: {name} has sha256 "
+        f"{str(hashes.get(name))[:12]}, conversion.json says {str(recorded.get(name))[:12]}; name its own source"
+    )

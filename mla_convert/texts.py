@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mla_convert.errors import BadOption
+from mla_convert.errors import BadCheckpoint, BadOption
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +210,15 @@ def _text_field(record: Any, where: str) -> str:
         keys = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise BadOption(f'{where} has no field "text" holding a string (it has {keys}); name the field "text"')
     return value
+
+
+def check_ids(ids: torch.Tensor, vocab_size: int, source: str) -> None:
+    """Raise BadCheckpoint where the tokenizer of `source` gives ids that its embedding does not have."""
+    if int(ids.max()) >= vocab_size:
+        raise BadCheckpoint(
+            f"the tokenizer of {source} gives token id {int(ids.max())}, but config.json says "
+            f"vocab_size={vocab_size}; put the model's own tokenizer there"
+        )
 
 
 def with_conversations(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor, every: int = CHAT_EVERY) -> torch.Tensor:

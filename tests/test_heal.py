@@ -129,6 +129,19 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str | None, match: st
         mla_convert.heal(source=str(source), converted=str(out), out=str(tmp_path / "h"))
     with pytest.raises(mla_convert.MlaConvertError, match=match):
         mla_convert.verify(source=str(source), converted=str(out))
+    with pytest.raises(mla_convert.MlaConvertError, match=match):
+        mla_convert.finetune(source=str(source), converted=str(out), out=str(tmp_path / "f"))
+
+
+def test_the_seed_orders_the_windows() -> None:
+    layer = random_layer()
+    gen = torch.Generator().manual_seed(2)
+    damaged = replace(layer, W_UV=layer.W_UV + 0.1 * torch.randn(layer.W_UV.shape, generator=gen, dtype=torch.float64))
+    results = [
+        heal_layer(damaged, task_for(layer), HealSettings(20, 10, 3, 2e-2, seed), torch.float32)[1].after
+        for seed in (0, 0, 1)
+    ]
+    assert results[0] == results[1] != results[2]
 
 
 @pytest.mark.parametrize(
