@@ -29,8 +29,9 @@ class LayerMoments:
     """Sums over one layer's calibration tokens, sampled queries or Jacobians (symbols: factor.py).
 
     input: second moment of [h; 1], so its last row holds the sum of h and the token count.
-    distance: attention mass by distance, weighted by a^2 |W_O (v - o)|^2, what a score error there costs.
-    query: sum of gamma q q^T, gamma the cost above summed over keys; q before rotation.
+    pair_energy: sum over queries t and keys s of w |chi|^2 |kappa|^2 per RoPE pair, w = a^2 |W_O (v - o)|^2 what a
+    squared score error costs there. turned_energy: the same sum of w |chi|^2 |kappa|^2 exp(-i theta (t - s)).
+    key_pairs: sum of w |chi|^2 kappa kappa^H across KV heads. The last two are complex; last dimension: re, im.
     value: sum of hbar hbar^T per KV head. key: sum of J^T J per KV head.
     query_at_key: sum of tr(J^T J) q q^T per head. key_trace: sum of tr(J^T J) per head.
     counts: sampled queries, sampled Jacobians.
@@ -39,8 +40,9 @@ class LayerMoments:
     """
 
     input: Float[Tensor, "hidden_size_and_one hidden_size_and_one"]
-    distance: Float[Tensor, "num_heads window"]
-    query: Float[Tensor, "num_heads source_head_dim source_head_dim"]
+    pair_energy: Float[Tensor, "num_heads pairs"]
+    turned_energy: Float[Tensor, "num_heads pairs 2"]
+    key_pairs: Float[Tensor, "pairs num_key_value_heads num_key_value_heads 2"]
     value: Float[Tensor, "num_key_value_heads hidden_size hidden_size"]
     key: Float[Tensor, "num_key_value_heads hidden_size hidden_size"]
     query_at_key: Float[Tensor, "num_heads source_head_dim source_head_dim"]
@@ -89,11 +91,14 @@ class MomentObserver:
         self.root = torch.stack([roots(m.double())[0] for m in self.metric]).to(W_O.dtype)
         self.advance = advance
         self.groups, self.generator, self.device = groups, generator, W_O.device
+        phase = torch.arange(window, dtype=torch.float64)[:, None] * spec.inv_freq
+        self.phase = torch.polar(torch.ones_like(phase), phase).to(self.device)
         hidden = spec.hidden_size
         self.moments = LayerMoments(
             input=self._zeros(hidden + 1, hidden + 1),
-            distance=self._zeros(heads, window),
-            query=self._zeros(heads, width, width),
+            pair_energy=self._zeros(heads, width // 2),
+            turned_energy=self._zeros(heads, width // 2, 2),
+            key_pairs=self._zeros(width // 2, groups, groups, 2),
             value=self._zeros(groups, hidden, hidden),
             key=self._zeros(groups, hidden, hidden),
             query_at_key=self._zeros(heads, width, width),
@@ -107,7 +112,7 @@ class MomentObserver:
 
     def __call__(self, hidden: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention outputs [num_heads, tokens, head_dim] of one causal window; its moments are added."""
-        per_group = query.shape[0] // self.groups
+        per_group, rotated = query.shape[0] // self.groups, key
         key, value = key.repeat_interleave(per_group, 0), value.repeat_interleave(per_group, 0)
         out = nn.functional.scaled_dot_product_attention(
             query[None], key[None], value[None], is_causal=True, scale=scale
@@ -116,7 +121,10 @@ class MomentObserver:
         at = sample_positions(tokens, QUERIES_PER_WINDOW, self.generator).to(self.device)
         ahead = torch.arange(tokens, device=self.device) > at[:, None]
         scores = (query[:, at] @ key.transpose(1, 2) * scale).masked_fill(ahead, float("-inf"))
-        self._add(hidden, at, torch.softmax(scores, dim=-1), value, out[:, at])
+        mass = torch.softmax(scores, dim=-1)
+        cost = score_cost(mass, value, out[:, at], self.metric)
+        self._add_pairs(at, cost, query[:, at], rotated)
+        self._add(hidden, at, mass, value, out[:, at])
         self.advance(1)
         return out
 
@@ -127,10 +135,6 @@ class MomentObserver:
         m.input.add_((with_one.T @ with_one).double())
 
         q = torch.einsum("te,hde->htd", hidden[at], self.W_Q)
-        cost = score_cost(mass, value, out, self.metric)
-        distance = (at[:, None] - torch.arange(hidden.shape[0], device=self.device)).clamp_min(0)
-        m.distance.index_add_(1, distance.flatten(), cost.flatten(1).double())
-        m.query.add_(((q * cost.sum(-1, keepdim=True)).transpose(1, 2) @ q).double())
 
         averaged = (mass @ hidden).unflatten(0, (self.groups, -1)).flatten(1, 2)
         m.value.add_((averaged.transpose(1, 2) @ averaged).double())
@@ -146,6 +150,29 @@ class MomentObserver:
             m.query_at_key[head].add_(((q[head, some] * size[:, None]).T @ q[head, some]).double())
             m.key_trace[head] += size.sum().double()
         m.counts.add_(torch.tensor([len(at), len(some)], dtype=torch.float64, device=self.device))
+
+    def _add_pairs(self, at: Tensor, cost: Tensor, query: Tensor, key: Tensor) -> None:
+        """Add what losing a pair's rotation costs; `query` at `at` and `key` (one per KV head) are rotated.
+
+        |chi| and |kappa| do not see the rotation, and in kappa kappa^H across KV heads it cancels.
+        """
+        m, chi, kappa = self.moments, to_pairs(query), to_pairs(key)  # [heads, tokens, pairs]
+        phase = self.phase[: key.shape[1]].to(kappa.dtype)
+        read, held = chi.abs().square(), kappa.abs().square()
+        held = held.repeat_interleave(len(read) // self.groups, 0)
+        m.pair_energy.add_((read * (cost @ held)).sum(1).double())
+        # exp(-i theta (t - s)) is a product of a factor of t and one of s
+        turned = (cost.to(phase.dtype) @ (held * phase)) * phase[at].conj() * read
+        m.turned_energy.add_(torch.view_as_real(turned.sum(1)).double())
+        weight = (cost.transpose(1, 2) @ read).sum(0)  # [tokens, pairs]: w |chi|^2 over all queries
+        m.key_pairs.add_(
+            torch.view_as_real(torch.einsum("tp,jtp,ktp->pjk", weight.to(kappa.dtype), kappa, kappa.conj()))
+        )
+
+
+def to_pairs(vectors: Tensor) -> Tensor:
+    """Half-split RoPE vectors [..., width] as complex pairs [..., width / 2]."""
+    return torch.complex(*vectors.chunk(2, dim=-1))
 
 
 def score_cost(mass: Tensor, value: Tensor, out: Tensor, metric: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ the error of one up-projection, so with E = W_DKV and D = W_UV,i or W_UK,i
     values: M = W_O,i^T W_O,i,  C = E[hbar hbar^T];    keys: M = E[q~ q~^T] (weighted),  C = E[J^T J],
     J = W_O,i sum_s a_s (v_s - o_i) h_s^T.
 
+Errors of keys are not always small, so assemble.py adds a share of the plain E[h h^T] to E[J^T J].
+
 The second moment of *averaged* inputs is what the values are multiplied by: errors of single tokens that
 cancel in the average do no harm. If all C_b were equal this would be one truncated SVD of M^1/2 [W_K; W_V]
 C^1/2, which is the start; alternating least squares then uses the true C_b. Everything is fp64.
