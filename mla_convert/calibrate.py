@@ -2,6 +2,11 @@
 
 All moments are sums in fp64, so passes over different texts can be merged by addition. The attention matrix
 exists for one window of one layer, and only at QUERIES_PER_WINDOW sampled query positions.
+
+Where keys and values are not linear in h, h below is x = [all keys, normalised and not rotated; all values]
+(projections.py): a layer is linear in x up to the softmax, and that is all the moments need. Sinks take part in the
+softmax and leave its derivative d out / d score_s = a_s (v_s - out) as it is; a soft cap multiplies it by
+1 - tanh^2(score / softcap).
 """
 
 import shutil
@@ -13,11 +18,14 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from mla_convert.errors import MlaConvertError
 from mla_convert.factor import roots
 from mla_convert.families import SourceSpec
+from mla_convert.layer import keys_values, source_heads
+from mla_convert.modeling.core import attention_weights, causal_mask, expanded_attention
+from mla_convert.projections import canonical_rows
 from mla_convert.stream import LayerStream
 
 QUERIES_PER_WINDOW = 256  # positions at which attention is examined
@@ -30,7 +38,8 @@ class LayerMoments:
 
     input: second moment of [h; 1], so its last row holds the sum of h and the token count.
     distance: attention mass by distance, weighted by a^2 |W_O (v - o)|^2, what a score error there costs.
-    query: sum of gamma q q^T, gamma the cost above summed over keys; q before rotation.
+    query: sum of gamma q q^T, gamma the cost above summed over keys; q before
+    rotation, its rows in canonical order (projections.py).
     value: sum of hbar hbar^T per KV head. key: sum of J^T J per KV head.
     query_at_key: sum of tr(J^T J) q q^T per head. key_trace: sum of tr(J^T J) per head.
     counts: sampled queries, sampled Jacobians.
@@ -38,11 +47,11 @@ class LayerMoments:
     swamped by the few tokens of massive activation.)
     """
 
-    input: Float[Tensor, "hidden_size_and_one hidden_size_and_one"]
+    input: Float[Tensor, "latent_inputs_and_one latent_inputs_and_one"]
     distance: Float[Tensor, "num_heads window"]
     query: Float[Tensor, "num_heads source_head_dim source_head_dim"]
-    value: Float[Tensor, "num_key_value_heads hidden_size hidden_size"]
-    key: Float[Tensor, "num_key_value_heads hidden_size hidden_size"]
+    value: Float[Tensor, "num_key_value_heads latent_inputs latent_inputs"]
+    key: Float[Tensor, "num_key_value_heads latent_inputs latent_inputs"]
     query_at_key: Float[Tensor, "num_heads source_head_dim source_head_dim"]
     key_trace: Float[Tensor, " num_heads"]
     counts: Float[Tensor, " 2"]
@@ -83,19 +92,22 @@ class MomentObserver:
         advance: Callable[[int], None] = lambda windows: None,
     ):
         heads, groups, width = spec.num_attention_heads, spec.num_key_value_heads, spec.source_head_dim
-        self.W_Q = attention.q_proj.weight.unflatten(0, (heads, width))
+        index = attention.layer_idx
+        self.attention, self.facts, self.keys_values = attention, spec.layers[index], spec.keys_values
+        self.rows = canonical_rows(spec, index)
+        self.sinks = attention.sinks if self.facts.sinks else None
         W_O = attention.o_proj.weight.unflatten(1, (heads, width)).transpose(0, 1)
         self.metric = W_O.transpose(1, 2) @ W_O  # |W_O x|^2 = x^T metric x
         self.root = torch.stack([roots(m.double())[0] for m in self.metric]).to(W_O.dtype)
         self.advance = advance
         self.groups, self.generator, self.device = groups, generator, W_O.device
-        hidden = spec.hidden_size
+        inputs = spec.latent_inputs
         self.moments = LayerMoments(
-            input=self._zeros(hidden + 1, hidden + 1),
+            input=self._zeros(inputs + 1, inputs + 1),
             distance=self._zeros(heads, window),
             query=self._zeros(heads, width, width),
-            value=self._zeros(groups, hidden, hidden),
-            key=self._zeros(groups, hidden, hidden),
+            value=self._zeros(groups, inputs, inputs),
+            key=self._zeros(groups, inputs, inputs),
             query_at_key=self._zeros(heads, width, width),
             key_trace=self._zeros(heads),
             counts=self._zeros(2),
@@ -105,29 +117,45 @@ class MomentObserver:
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
-    def __call__(self, hidden: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention outputs [num_heads, tokens, head_dim] of one causal window; its moments are added."""
+    def __call__(
+        self, hidden: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attention outputs [num_heads, tokens, head_dim] of one causal window; its moments are added.
+
+        mask: bool [tokens, tokens], true where a query attends; None: at no later token.
+        """
         per_group = query.shape[0] // self.groups
         key, value = key.repeat_interleave(per_group, 0), value.repeat_interleave(per_group, 0)
-        out = nn.functional.scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, scale=scale
-        )[0]
-        tokens = hidden.shape[0]
+        tokens, softcap = hidden.shape[0], self.facts.softcap
+        seen = causal_mask(tokens, tokens, hidden.device) if mask is None else mask[None, None]
+        out = expanded_attention(query[None], key[None], value[None], scale, seen, softcap, self.sinks)[0]
         at = sample_positions(tokens, QUERIES_PER_WINDOW, self.generator).to(self.device)
-        ahead = torch.arange(tokens, device=self.device) > at[:, None]
-        scores = (query[:, at] @ key.transpose(1, 2) * scale).masked_fill(ahead, float("-inf"))
-        self._add(hidden, at, torch.softmax(scores, dim=-1), value, out[:, at])
+        scores = query[:, at] @ key.transpose(1, 2) * scale
+        slope = None if softcap is None else 1 - torch.tanh(scores / softcap).square()
+        visible = torch.arange(tokens, device=self.device) <= at[:, None] if mask is None else mask[at]
+        mass = attention_weights(scores[None], visible, softcap, self.sinks)[0]
+        self._add(hidden, at, mass, mass if slope is None else mass * slope, value, out[:, at])
         self.advance(1)
         return out
 
-    def _add(self, hidden: Tensor, at: Tensor, mass: Tensor, value: Tensor, out: Tensor) -> None:
-        """Add a window: attention `mass` [heads, queries, tokens], `out` [heads, queries, width] at `at`."""
+    def _inputs(self, hidden: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, latent_inputs] of all tokens, and the queries at `at` before rotation, canonical rows."""
+        if not self.keys_values:
+            return hidden, source_heads(self.attention, hidden[None, at])[0][0][..., self.rows].transpose(0, 1)
+        query, key, value = source_heads(self.attention, hidden[None])
+        return keys_values(key, value)[0], query[0, at][..., self.rows].transpose(0, 1)
+
+    def _add(self, hidden: Tensor, at: Tensor, mass: Tensor, steep: Tensor, value: Tensor, out: Tensor) -> None:
+        """Add a window: attention `mass` [heads, queries, tokens], `out` [heads, queries, width] at `at`.
+
+        steep: mass times the slope of the soft cap.
+        """
         m = self.moments
+        hidden, q = self._inputs(hidden, at)
         with_one = torch.nn.functional.pad(hidden, (0, 1), value=1.0)
         m.input.add_((with_one.T @ with_one).double())
 
-        q = torch.einsum("te,hde->htd", hidden[at], self.W_Q)
-        cost = score_cost(mass, value, out, self.metric)
+        cost = score_cost(steep, value, out, self.metric)
         distance = (at[:, None] - torch.arange(hidden.shape[0], device=self.device)).clamp_min(0)
         m.distance.index_add_(1, distance.flatten(), cost.flatten(1).double())
         m.query.add_(((q * cost.sum(-1, keepdim=True)).transpose(1, 2) @ q).double())
@@ -138,7 +166,7 @@ class MomentObserver:
         some = torch.randperm(len(at), generator=self.generator)[:JACOBIANS_PER_WINDOW].to(self.device)
         for head in range(mass.shape[0]):
             # J = sum_s a_s root (v_s - o) h_s^T for each of `some` queries: [queries, width, hidden]
-            weighted = mass[head, some, :, None] * ((value[head] - out[head, some, None]) @ self.root[head])
+            weighted = steep[head, some, :, None] * ((value[head] - out[head, some, None]) @ self.root[head])
             jacobian = (weighted.transpose(1, 2).flatten(0, 1) @ hidden).unflatten(0, (len(some), -1))
             size = jacobian.square().sum((1, 2))
             rows = jacobian.flatten(0, 1)
@@ -187,7 +215,7 @@ class KeptMoments:
 
     def __init__(self, folder: Path, spec: SourceSpec, device: torch.device):
         self.folder, self.device = folder, device
-        square = 8 * spec.num_key_value_heads * spec.hidden_size**2  # the two stacks of hidden_size^2, float32
+        square = 8 * spec.num_key_value_heads * spec.latent_inputs**2  # the two stacks of latent_inputs^2, float32
         needed, free = spec.num_hidden_layers * square, shutil.disk_usage(folder).free
         if needed > free:
             raise MlaConvertError(

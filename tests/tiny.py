@@ -6,6 +6,7 @@ from uniform; rope_theta and rms_norm_eps are not the class defaults, so that a 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -16,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -50,6 +53,12 @@ DIMENSIONS: dict[str, Any] = {
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+}
+# Of families that only the native format can hold; what differs from DIMENSIONS.
+NATIVE: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_attention_heads": 6, "hidden_size": 72},  # heads of 12: this class has no head_dim
+    "qwen3": {},
+    "ministral": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
@@ -107,8 +116,7 @@ def tiny_model(
 ) -> Path:
     """Save a tiny model of `family` to `folder`; returns it. `max_shard_size` (e.g. "100KB") makes shards."""
     folder = Path(folder)
-    config_class, model_class, extra = FAMILIES[family]
-    model = model_class(config_class(**(DIMENSIONS | extra | config_overrides)))
+    model = tiny_class(family, config_overrides)
     fill(model, seed, projection_std)
     model.generation_config.eos_token_id = [258, 260]
     model.generation_config.do_sample = True
@@ -117,6 +125,17 @@ def tiny_model(
     if tokenizer:
         tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tiny_class(family: str, overrides: dict[str, Any]) -> Any:
+    """A model of `family` with transformers' random weights."""
+    if family in FAMILIES:
+        config_class, model_class, extra = FAMILIES[family]
+        return model_class(config_class(**(DIMENSIONS | extra | overrides)))
+    dimensions = DIMENSIONS | NATIVE[family] | overrides
+    fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
+    known = {key: value for key, value in dimensions.items() if key in fields or key in NATIVE[family] | overrides}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **known), attn_implementation="eager")
 
 
 def edit_json(path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
