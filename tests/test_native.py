@@ -1,16 +1,31 @@
 """The native format of every family: lossless is the source in fp64, however it is run."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from native import FULL, convert_fp64, decoded, distance, fp64_model, logits, set_path
 from tiny import LLAMA3_ROPE, tiny_model
-from transformers import StaticCache
+from transformers import AutoModelForCausalLM, StaticCache
+
+import mla_convert
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.families import read_spec
+from mla_convert.sizes import full_rank
+from mla_convert.stream import LayerStream
 
 BOUND = 1e-12  # of the largest logit; measured at most PLACEHOLDER
 IDS = torch.randint(0, 250, (2, 90), generator=torch.Generator().manual_seed(5))
 
+PHI_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 5000.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 2.0, 5.0],
+    "original_max_position_embeddings": 64,
+}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
@@ -22,8 +37,33 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("gemma2", {}),
+    ("gemma2", {"attention_bias": True}),
+    ("gemma3_text", {}),
+    ("phi3", {}),
+    ("phi3", {"partial_rotary_factor": 0.5, "rope_parameters": PHI_ROPE, "max_position_embeddings": 512}),
+    ("olmo2", {}),
+    ("olmo2", {"attention_bias": True, "num_key_value_heads": 6}),
+    ("olmo3", {}),
+    ("granite", {"attention_bias": True}),
+    ("glm", {}),
+    ("glm4", {}),
+    ("smollm3", {}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 24}),
+    ("starcoder2", {}),
+    ("cohere2", {}),
 ]
 NAMES = [family + "".join(f"-{key}" for key in changes) for family, changes in VARIANTS]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=NAMES)
+def truncated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source and a text."""
+    family, changes = request.param
+    folder = tmp_path_factory.mktemp("truncated")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}, and the root of {i} is {i**0.5:.3f}. " for i in range(40)))
+    return tiny_model(folder / "source", family, projection_std=0.15, **changes), text
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=NAMES)
@@ -77,3 +117,56 @@ def test_far_positions_are_the_source(pair: tuple[Any, Any]) -> None:
     positions = torch.arange(IDS.shape[1])[None] + 4 * source.config.max_position_embeddings
     inputs = {"position_ids": positions}
     assert distance(logits(converted, IDS, **inputs), logits(source, IDS, **inputs)) <= BOUND
+
+
+def test_a_truncation_verifies_and_weighting_helps(truncated: tuple[Path, Path], tmp_path: Path) -> None:
+    """At 80 % of the latent's full rank: every check of verify passes, and weighted loses less than svd."""
+    source, text = truncated
+    rank = int(0.8 * full_rank(read_spec(Checkpoint.open(source)), 6))
+    lost = {}
+    for method in ("weighted", "svd"):
+        out = tmp_path / method
+        sizes = {"kv_lora_rank": rank, "qk_rope_head_dim": 6, "calib_windows": 4, "window": 64}
+        mla_convert.convert(
+            source=str(source), out=str(out), format="native", method=method, calib_data=[str(text)], **sizes
+        )
+        checks = mla_convert.verify(source=str(source), converted=str(out), window=96)
+        assert checks.passed, [check for check in checks.checks if check.passed is False]
+        lost[method] = next(check.value for check in checks.checks if check.name == "better than a uniform guess")
+    assert 1e-4 < lost["weighted"] < lost["svd"]
+
+
+def test_the_stream_is_the_model(truncated: tuple[Path, Path]) -> None:
+    """Embedding, layers, masks, norm and logits of the layer-by-layer run are those of the whole model."""
+    source, _ = truncated
+    checkpoint = Checkpoint.open(source)
+    stream = LayerStream(checkpoint, read_spec(checkpoint), torch.device("cpu"))
+    states = stream.embed(IDS)
+    for index in range(stream.spec.num_hidden_layers):
+        states = stream.run(stream.load(index), states)
+    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
+    wanted = model(input_ids=IDS, labels=IDS).loss.item()
+    assert stream.nll(states, IDS) == pytest.approx(wanted, abs=1e-5)
+    assert stream.nll(states, IDS.roll(1, 1)) != pytest.approx(wanted, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("damage", "at_least"),
+    [("slots", 1e-3), ("rotating rows", 1e-3), ("scale", 1e-3), ("norm", 1e-3), ("sixth digit", 1e-8)],
+)
+def test_negative_controls_fail(tmp_path: Path, damage: str, at_least: float) -> None:
+    source = tiny_model(tmp_path / "source", "qwen3")
+    converted = fp64_model(convert_fp64(source, tmp_path / "out", **FULL))
+    wanted = logits(fp64_model(source), IDS)
+    assert distance(logits(converted, IDS), wanted) <= BOUND
+    attention = converted.model.layers[1].self_attn
+    if damage == "slots":
+        attention.shape = replace(attention.shape, slots=attention.shape.slots[::-1])
+    elif damage == "scale":
+        attention.scaling *= 1.1
+    elif damage == "norm":
+        attention.k_norm = None
+    else:
+        rows = attention.kv_a_proj.weight.detach()
+        rows[-2:] = rows[-2:].flip(0) if damage == "rotating rows" else rows[-2:] * (1 + 1e-6)
+    assert distance(logits(converted, IDS), wanted) > at_least

@@ -59,6 +59,31 @@ NATIVE: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 6, "hidden_size": 72},  # heads of 12: this class has no head_dim
     "qwen3": {},
     "ministral": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 7},
+    "gemma3_text": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 7,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+        },
+    },
+    "phi3": {"hidden_size": 72, "original_max_position_embeddings": 512},
+    "olmo2": {"hidden_size": 72},
+    "olmo3": {"hidden_size": 72, "sliding_window": 24, "rope_parameters": None},
+    "granite": {
+        "hidden_size": 72,
+        "embedding_multiplier": 1.7,
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.4,
+    },
+    "glm": {"partial_rotary_factor": 0.6},
+    "glm4": {"partial_rotary_factor": 0.6},
+    "smollm3": {"hidden_size": 72, "no_rope_layers": [1, 0, 1, 1]},
+    "starcoder2": {"hidden_size": 72, "sliding_window": 24},
+    "cohere2": {"hidden_size": 72, "sliding_window": 24, "logit_scale": 0.3},
 }
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.models.auto import tokenization_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mla_convert.family_table import FAMILIES, Family
@@ -45,10 +46,21 @@ def native_classes(family: str) -> tuple[type[PretrainedConfig], type[Any]]:
             setattr(here, name, made)  # so that instances can be pickled by name
         AutoConfig.register(native_name(family), config_class)
         AutoModelForCausalLM.register(config_class, model_class)
+        _share_tokenizer(family)
         conversion = get_checkpoint_conversion_mapping(family)  # of the tensors of experts
         if conversion is not None:
             register_checkpoint_conversion_mapping(native_name(family), conversion)
     return getattr(here, names[0]), getattr(here, names[1])
+
+
+def _share_tokenizer(family: str) -> None:
+    """Let AutoTokenizer, which looks at the model_type, choose the class it chooses for the source."""
+    native = native_name(family)
+    if family in tokenization_auto.TOKENIZER_MAPPING_NAMES:
+        tokenization_auto.TOKENIZER_MAPPING_NAMES[native] = tokenization_auto.TOKENIZER_MAPPING_NAMES[family]
+    wrong_on_hub: Any = getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", None)
+    if wrong_on_hub is not None and family in wrong_on_hub:
+        wrong_on_hub.add(native)
 
 
 def _config_class(name: str, family: str, source: Any) -> Any:
