@@ -13,6 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.experts import stored_tensors
+from mla_convert.family_table import FAMILIES
+from mla_convert.modeling.classes import PREFIX
 from mla_convert.stock import LATENT_NORM_EPS
 
 SAMPLE = "The quick brown fox, 1234 + 5678 = 6912;\n\tif x == 'é': return [λ]\n"
@@ -115,7 +118,11 @@ def tensors_are_stock(converted: Checkpoint) -> list[Check]:
             model = stock.from_config(AutoConfig.for_model(**converted.config))
     except Exception as error:  # whatever the config classes raise, the folder does not load
         return [Check("tensor names and shapes", False, detail=f"no class can be built from config.json: {error}")]
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    family = FAMILIES.get(str(converted.config.get("model_type")).removeprefix(PREFIX))
+    state = model.state_dict()
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if family is not None:
+        expected = stored_tensors(family, state, converted.headers)
     if model.config.tie_word_embeddings and "lm_head.weight" not in converted.headers:
         expected.pop("lm_head.weight", None)
     held = {name: tuple(header.shape) for name, header in converted.headers.items()}

@@ -183,18 +183,16 @@ def cache_is_small(model: PreTrainedModel, source_bytes: int, tokens: int) -> Ch
     """
     numbers, windows = layer_numbers(model.config.to_dict()), layer_windows(model.config)
     formula = sum(numbers) * model.dtype.itemsize * tokens
-    least = model.dtype.itemsize * sum(
-        n * min(tokens, (w or tokens) - 1) for n, w in zip(numbers, windows, strict=True)
-    )
+    needed = (n * min(tokens, tokens if w is None else w - 1) for n, w in zip(numbers, windows, strict=True))
+    least = model.dtype.itemsize * sum(needed)
     held = cache_bytes(model, tokens)
     detail = (
         f"{held // tokens:,} B per token held, formula {formula // tokens:,}; "
         f"source {source_bytes // tokens:,} ({1 - held / source_bytes:.1%} less)"
     )
     ratio = held / formula
-    return Check(
-        "cache holds the latent only", least <= held and ratio <= CACHE_BYTES_BOUND, ratio, CACHE_BYTES_BOUND, detail
-    )
+    good = least <= held and ratio <= CACHE_BYTES_BOUND
+    return Check("cache holds the latent only", good, ratio, CACHE_BYTES_BOUND, detail)
 
 
 def layers_are_exact(

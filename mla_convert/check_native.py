@@ -27,9 +27,8 @@ def config_is_native(source: Mapping[str, Any], converted: Mapping[str, Any], re
     family = str(source.get("model_type"))
     must = {key: value for key, value in source.items() if key not in OWN + DROPPED}
     must |= {"model_type": native_name(family), "architectures": [native_classes(family)[1].__name__]}
-    wrong = [
-        f"{key} {converted.get(key)!r}, needed {want!r}" for key, want in must.items() if converted.get(key) != want
-    ]
+    differ = [key for key, want in must.items() if converted.get(key) != want]
+    wrong = [f"{key} {converted.get(key)!r}, needed {must[key]!r}" for key in differ]
     wrong += [f"{key} {converted[key]!r} is not the source's" for key in converted.keys() - must.keys() - set(OWN)]
     latent = [entry for entry in converted.get("mla", {}).get("layers", []) if entry is not None]
     sizes = {entry["kv_lora_rank"] + 2 * len(entry["slots"]) for entry in latent}

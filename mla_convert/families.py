@@ -14,6 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import UnsupportedSource
+from mla_convert.experts import stored_tensors
 from mla_convert.family_table import (
     FAMILIES,
     FIXED,
@@ -117,7 +118,7 @@ def read_spec(ckpt: Checkpoint) -> SourceSpec:
         raise UnsupportedSource(f"config.json: rms_norm_eps={eps!r} must be a positive number; correct it.")
     config = build_config(raw)
     skeleton = build_skeleton(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    expected = stored_tensors(family, skeleton.state_dict(), ckpt.headers)
     tied = bool(config.tie_word_embeddings)
     _check_tensors(ckpt, family, expected, sizes["num_hidden_layers"], tied)
     layers = layer_facts(skeleton, raw["model_type"])
@@ -157,7 +158,8 @@ def _family(config: dict[str, Any]) -> Family:
 
 def _check_keys(raw: dict[str, Any], family: Family, config_class: type[PretrainedConfig]) -> None:
     """Refuse every config key whose value is not accounted for."""
-    fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    fields |= {*config_class.attribute_map, *config_class.attribute_map.values()}
     strangers = {key: rule for key, rule in NOT_OF_THE_CLASS.items() if key not in fields | family.legacy}
     named = Fixed(([family.architecture], None), f"only {family.architecture} is converted; give the language model")
     for key, rule in {"architectures": named, **FIXED, **strangers, **family.fixed}.items():

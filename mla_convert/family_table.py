@@ -66,7 +66,8 @@ class Family:
     ("interleaved") or once ("single"). nope: attribute of the attention that is false in layers that do not rotate.
     softcap: attribute with the soft cap of the scores. sinks: whether heads have attention sinks. post_norm: whether
     the attention's output is normalised before it is added. keep: kinds of layers that are kept as they are unless
-    --keep-layers says otherwise.
+    --keep-layers says otherwise. renamed: a part of tensor names in the class, and what checkpoints call it. experts:
+    the class's tensor of all experts, and the checkpoint's one tensor per expert whose rows it stacks.
     """
 
     architecture: str
@@ -83,6 +84,8 @@ class Family:
     sinks: bool = False
     post_norm: bool = False
     keep: str | None = None
+    renamed: tuple[str, str] | None = None
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layer_tensors: Mapping[str, str] = field(default_factory=lambda: LAYER_TENSORS)
     global_tensors: Mapping[str, str] = field(default_factory=lambda: GLOBAL_TENSORS)
 
@@ -170,6 +173,14 @@ _DENSE_STOCK: Mapping[str, Fixed] = {
     "attention_bias": Fixed((False, None), _STOCK_BIAS),
     "mlp_bias": Fixed((False, None), _STOCK_BIAS),
 }
+_QWEN_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "mlp.experts.gate_up_proj": (
+        "mlp.experts.{expert}.gate_proj.weight",
+        "mlp.experts.{expert}.up_proj.weight",
+    ),
+    "mlp.experts.down_proj": ("mlp.experts.{expert}.down_proj.weight",),
+}
+_EXPERTS = "its experts are not DeepSeek-V3's"
 _NORM = "its QK-norm is not linear in the latent"
 
 FAMILIES: Mapping[str, Family] = {
@@ -223,5 +234,26 @@ FAMILIES: Mapping[str, Family] = {
         interleaved=True,
         tables="interleaved",
         nope="sliding_window",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        stock=_EXPERTS,
+        renamed=(".mlp.", ".block_sparse_moe."),
+        experts={
+            "mlp.experts.gate_up_proj": (
+                "block_sparse_moe.experts.{expert}.w1.weight",
+                "block_sparse_moe.experts.{expert}.w3.weight",
+            ),
+            "mlp.experts.down_proj": ("block_sparse_moe.experts.{expert}.w2.weight",),
+        },
+    ),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", stock=_EXPERTS, experts=_QWEN_EXPERTS),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", stock=_NORM, qk_norm="head", experts=_QWEN_EXPERTS),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        stock="its heads have attention sinks",
+        legacy=frozenset({"experts_per_token", "initial_context_length"}),
+        tables="single",
+        sinks=True,
     ),
 }

@@ -111,8 +111,7 @@ def load_model_and_report(
 def attention_implementation(name: str, kwargs: dict[str, Any]) -> str:
     """sdpa, or eager for families whose attention it cannot compute (soft caps, sinks)."""
     config = AutoConfig.from_pretrained(name, trust_remote_code=False, gguf_file=kwargs.get("gguf_file"))
-    kind = type(config)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[kind] if kind in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
 
 

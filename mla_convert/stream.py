@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.experts import read_for_class
 from mla_convert.families import SourceSpec, global_tensors
 from mla_convert.family_table import FAMILIES
 from mla_convert.features import EXACT, build_config, build_skeleton, layer_calls
@@ -72,9 +73,9 @@ class _Body(nn.Module):
         super().__init__()
         self.norm, self.states = norm, states
 
-    def forward(self, **_: Any) -> BaseModelOutputWithPast:
+    def forward(self, **_: Any) -> MoeModelOutputWithPast:
         """The states after the final norm."""
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(self.states))
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(self.states))
 
 
 class LayerStream:
@@ -96,9 +97,12 @@ class LayerStream:
         """A copy of a module of the skeleton with the checkpoint's tensors."""
         config = self.skeleton.config
         filled = copy.deepcopy(module, {id(config): config})  # whose attention implementation `run` sets
-        names = [name for name in self.checkpoint.headers if name.startswith(prefix)]
-        state = {name.removeprefix(prefix): self._weight(name).to(dtype) for name in names if name != prefix}
-        filled.load_state_dict({k: v for k, v in state.items() if k in filled.state_dict()}, assign=True)
+        row, state = FAMILIES[self.spec.family], dict[str, Tensor]()
+        for name, like in filled.state_dict().items():
+            tensor = read_for_class(self.checkpoint, row, prefix + name, tuple(like.shape))
+            if tensor is not None:
+                state[name] = tensor.to(device=self.device, dtype=torch.float32).to(dtype)
+        filled.load_state_dict(state, assign=True)
         return filled.requires_grad_(False).eval()
 
     @torch.no_grad()

@@ -84,6 +84,31 @@ NATIVE: dict[str, dict[str, Any]] = {
     "smollm3": {"hidden_size": 72, "no_rope_layers": [1, 0, 1, 1]},
     "starcoder2": {"hidden_size": 72, "sliding_window": 24},
     "cohere2": {"hidden_size": 72, "sliding_window": 24, "logit_scale": 0.3},
+    "mixtral": {"sliding_window": 24, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "hidden_size": 72,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 26,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+    "gpt_oss": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
 }
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",

@@ -97,6 +97,9 @@ def _model_class(name: str, family: str, config_class: Any, source: Any) -> Any:
             "config_class": config_class,
             "_supports_flash_attn": False,  # they need keys and values of equal width per head, from the cache
             "_supports_flex_attn": False,
+            # Transformers looks for these in the source code of a class's module.
+            "_can_set_experts_implementation_cached_value": source._can_set_experts_implementation(),
+            "_can_set_attn_implementation_cached_value": source._can_set_attn_implementation(),
         },
     )
 
