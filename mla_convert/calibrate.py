@@ -194,16 +194,26 @@ def sample_positions(tokens: int, count: int, generator: torch.Generator) -> Ten
 
 
 def calibrate(
-    stream: LayerStream, ids: Tensor, seed: int, advance: Callable[[int], None] = lambda windows: None
-) -> Iterator[LayerMoments]:
+    stream: LayerStream,
+    ids: Tensor,
+    seed: int,
+    advance: Callable[[int], None] = lambda windows: None,
+    kept: frozenset[int] = frozenset(),
+) -> Iterator[LayerMoments | None]:
     """Run windows `ids` [windows, tokens] through the source; yields each layer's moments, one layer in memory.
 
-    A layer is computed when its moments are asked for. `advance` is called with 1 per window and layer.
+    A layer is computed when its moments are asked for; those `kept` as they are have none. `advance` is called with 1
+    per window and layer.
     """
     states = stream.embed(ids)
     generator = torch.Generator().manual_seed(seed)
     for index in range(stream.spec.num_hidden_layers):
         layer = stream.load(index)
+        if index in kept:
+            states = stream.run(layer, states)
+            advance(len(ids))
+            yield None
+            continue
         observer = MomentObserver(layer.self_attn, stream.spec, ids.shape[1], generator, advance)
         states = stream.run(layer, states, observer)
         observer.moments.log_energy.add_(states.double().square().sum(-1).log().sum())

@@ -19,6 +19,7 @@ from mla_convert.errors import BadOption, UnsupportedSource
 from mla_convert.factor import SWEEPS
 from mla_convert.families import SourceSpec, read_spec
 from mla_convert.healing import HealReport, heal_layers
+from mla_convert.keep import kept_layers
 from mla_convert.layer import MLALayer
 from mla_convert.loading import load_tokenizer, resolve_device
 from mla_convert.measure import Clock, Stage, stage
@@ -68,6 +69,7 @@ class Job:
     dtype: torch.dtype
     device: torch.device
     native: bool
+    kept: frozenset[int]
 
     @property
     def needs_moments(self) -> bool:
@@ -99,6 +101,7 @@ def convert(recipe: ConvertRecipe) -> ConvertResult:
         dtype=output_dtype(recipe, spec, native),
         device=resolve_device(recipe.device),
         native=native,
+        kept=kept_layers(recipe.keep_layers, spec) if native else frozenset(),
     )
     needed = expected_native_bytes(checkpoint, spec, job.sizes, job.dtype) if native else None
     writer = FolderWriter(recipe.out, needed or expected_bytes(spec, job.sizes, job.dtype), recipe.overwrite)
@@ -120,7 +123,7 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
                 job.sizes,
                 stream,
                 texts.held_out,
-                lambda *which: _assembled(job, stream, kept.load(which[0]) if kept else None, *which),
+                lambda *which: _assembled(job, stream, _stored(kept, job, which[0]), *which),
             )
     reports, healing = list[LayerReport](), list[HealReport]()
     calibrating, whole = Clock(), list[Stage]()
@@ -130,11 +133,11 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
             stage("convert", whole),
             progress("converting", "steps", spec.num_hidden_layers * (windows + job.heal.steps + 1)) as advance,
         ):
-            streamed = calibrate(stream, texts.calibration, recipe.seed, advance) if windows else None
+            streamed = calibrate(stream, texts.calibration, recipe.seed, advance, job.kept) if windows else None
 
-            def closed_form(layer: int) -> MLALayer:
+            def closed_form(layer: int) -> MLALayer | None:
                 with calibrating:
-                    moments = next(streamed) if streamed else kept.load(layer) if kept else None
+                    moments = next(streamed) if streamed else _stored(kept, job, layer)
                 found, report = _assembled(job, stream, moments, layer, size, SWEEPS)
                 reports.append(report)
                 logger.debug("layer %d: predicted error %.2e (rope %.1e)", layer, report.total, report.rope)
@@ -145,7 +148,8 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
             if job.native:
                 native_layers = write_native(job.checkpoint, spec, layers, writer, job.dtype, advance)
             else:
-                write_tensors(job.checkpoint, spec, layers, writer, job.dtype, advance)
+                stock = (layer for layer in layers if layer is not None)  # only the native format keeps layers
+                write_tensors(job.checkpoint, spec, stock, writer, job.dtype, advance)
         done += _shared_out(whole[0], calibrating.seconds if streamed else 0.0, bool(healing))
         record: dict[str, Any] = {
             "recipe": recipe.to_dict(),
@@ -176,14 +180,21 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
 def _kept_moments(job: Job, stream: LayerStream, ids: Tensor, scratch: Path) -> KeptMoments:
     kept = KeptMoments(scratch, job.spec, job.device)
     with progress("calibrating", "windows x layers", len(ids) * job.spec.num_hidden_layers) as advance:
-        for layer, moments in enumerate(calibrate(stream, ids, job.recipe.seed, advance)):
-            kept.keep(layer, moments)
+        for layer, moments in enumerate(calibrate(stream, ids, job.recipe.seed, advance, job.kept)):
+            if moments is not None:
+                kept.keep(layer, moments)
     return kept
+
+
+def _stored(kept: KeptMoments | None, job: Job, layer: int) -> LayerMoments | None:
+    return None if kept is None or layer in job.kept else kept.load(layer)
 
 
 def _assembled(
     job: Job, stream: LayerStream, moments: LayerMoments | None, layer: int, size: Size, sweeps: int
-) -> tuple[MLALayer, LayerReport]:
+) -> tuple[MLALayer | None, LayerReport]:
+    if layer in job.kept:
+        return None, LayerReport(0.0, 0.0, 0.0)
     source = source_attention(job.checkpoint, job.spec, layer, job.device, stream.front(layer))
     return assemble(source, moments, job.spec, size, job.recipe.method, sweeps)
 
@@ -198,12 +209,12 @@ def _layers(
     job: Job,
     stream: LayerStream,
     ids: Tensor,
-    closed_form: Callable[[int], MLALayer],
+    closed_form: Callable[[int], MLALayer | None],
     healing: list[HealReport],
     scratch: Path,
     advance: Callable[[int], None],
-) -> Iterator[MLALayer]:
-    """The layers in order, healed if asked for; what healing did is appended to `healing`."""
+) -> Iterator[MLALayer | None]:
+    """The layers in order (None: kept), healed if asked for; what healing did is appended to `healing`."""
     if not job.heal.steps:
         yield from map(closed_form, range(job.spec.num_hidden_layers))
         return
@@ -215,6 +226,8 @@ def _layers(
 def output_is_native(recipe: ConvertRecipe, spec: SourceSpec) -> bool:
     """Whether the native format is written. Raises UnsupportedSource where stock was asked for and is impossible."""
     obstacle = spec.stock_obstacle
+    if obstacle is None and recipe.keep_layers not in ("auto", "none"):
+        obstacle = f"keep_layers={recipe.keep_layers}: it has no layers without a latent"
     if recipe.format == "stock" and obstacle is not None:
         raise UnsupportedSource(
             f"{recipe.source} ({spec.family}): the stock format cannot hold it: {obstacle.rstrip('.')}; "

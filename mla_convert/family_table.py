@@ -190,7 +190,11 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", stock="its queries, keys and values have biases"),
     "qwen3": Family("Qwen3ForCausalLM", stock=_NORM, qk_norm="head"),
     "gemma2": Family(
-        "Gemma2ForCausalLM", stock="its scores are capped", softcap="attn_logit_softcapping", post_norm=True
+        "Gemma2ForCausalLM",
+        stock="its scores are capped",
+        softcap="attn_logit_softcapping",
+        post_norm=True,
+        keep="sliding",
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -199,6 +203,7 @@ FAMILIES: Mapping[str, Family] = {
         legacy=frozenset({"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"}),
         qk_norm="head",
         post_norm=True,
+        keep="sliding",
     ),
     "phi3": Family(
         "Phi3ForCausalLM",

@@ -145,6 +145,14 @@ def keys_values(key: Tensor, value: Tensor) -> Tensor:
     return torch.cat((key.flatten(-2), value.flatten(-2)), dim=-1)
 
 
+def latent_inputs(layer: MLALayer, hidden: Tensor) -> Tensor:
+    """What W_DKV is applied to, [tokens, latent_inputs], from `hidden` [tokens, hidden_size], in its type."""
+    if layer.front is None:
+        return hidden
+    _, key, value = source_heads(layer.front, hidden[None].to(layer.W_DKV.dtype))
+    return keys_values(key, value)[0].to(hidden.dtype)
+
+
 def windowed_mask(tokens: int, window: int | None, device: torch.device) -> Tensor | None:
     """Bool [tokens, tokens], true where a query attends: no later token, and the last `window` ones only."""
     causal = causal_mask(tokens, tokens, device)

@@ -104,6 +104,11 @@ class ConvertRecipe(Recipe):
         "auto",
         choices=("auto", "stock", "native"),
     )
+    keep_layers: str = option(
+        "Layers that stay as they are (native format): auto (Gemma's local layers), none, sliding (all with a window), "
+        "or indices such as 0,5-7.",
+        "auto",
+    )
     dtype: str = option(
         "Storage type written: auto (the source's), float32 or bfloat16.",
         "auto",

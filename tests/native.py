@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import mla_convert
 
-FULL = {"lossless": True, "format": "native"}
+FULL = {"lossless": True, "format": "native", "keep_layers": "none"}
 
 
 class InDouble(TorchFunctionMode):
