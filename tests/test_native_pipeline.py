@@ -97,7 +97,8 @@ def test_healing_wins_while_converting_and_afterwards(tmp_path: Path, text: str,
     healed = mla_convert.convert(
         out=str(tmp_path / "healed"), **options, heal="steps=40,windows=20,held_out=2,lr=0.003"
     )
-    assert all(report.after < report.before for i, report in enumerate(healed.healing) if i != 1)
+    assert healed.healing[1].before == healed.healing[1].after == 0  # kept
+    assert sum(report.after < 0.98 * report.before for report in healed.healing) >= 2
     plain = kl(source, tmp_path / "plain")
     assert kl(source, tmp_path / "healed") < plain
     again = mla_convert.heal(
