@@ -16,7 +16,7 @@ from mla_convert.calibrate import LayerMoments
 from mla_convert.factor import SWEEPS, Block, Factors, factor, weight_svd
 from mla_convert.families import SourceSpec
 from mla_convert.features import LayerFacts
-from mla_convert.layer import MLALayer
+from mla_convert.layer import MLALayer, keys_values, source_heads
 from mla_convert.projections import SourceAttention
 from mla_convert.rope import RopePlan, RopeSplit, mean_rotation, split_rope
 from mla_convert.sizes import Size, full_rank, of_layer
@@ -24,6 +24,7 @@ from mla_convert.sizes import Size, full_rank, of_layer
 # Towards the identity, of the mean eigenvalue. SmolLM2, 128 + 64, calibrated on Python's topics, excess nats on other
 # topics and on other text: 0.302 and 0.527 at 1e-5, 0.292 and 0.498 at 1e-3, 0.288 and 0.452 at 1e-2.
 SHRINKAGE = 1e-2
+WHITE_DRAWS = 4  # per input, of the moment that stands for text where there is none
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def assemble(
     size = of_layer(spec, facts, size)
     split = _split(source, moments, facts, size.plan, method)
     blocks, covariance = _blocks(source, split, moments, spec, facts, method)
-    if moments is None or size.kv_lora_rank == full_rank(spec, size.plan.qk_rope_head_dim):
+    whole = size.kv_lora_rank == full_rank(spec, size.plan.qk_rope_head_dim)
+    if whole or (moments is None and source.front is None):
         found = weight_svd(blocks, size.kv_lora_rank)
     else:
         found = factor(blocks, size.kv_lora_rank, covariance, sweeps if method == "weighted" else 0)
@@ -85,7 +87,7 @@ def _split(
     # queries alike.
     rotation = torch.ones(heads, facts.pairs, dtype=torch.complex128, device=device)
     energy = torch.ones(heads, facts.pairs, dtype=torch.float64, device=device)
-    covariance = torch.eye(W_K.shape[2], dtype=torch.float64, device=device)
+    covariance = _white(source, W_K.shape[2])
     if moments is not None:
         covariance = moments.input / moments.tokens
         covariance = covariance if W_K.shape[2] > latent_inputs else covariance[:-1, :-1]
@@ -104,6 +106,22 @@ def _split(
     )
 
 
+def _white(source: SourceAttention, inputs: int) -> Tensor:
+    """Second moment of the latent's inputs that weights alone can tell: of h with unit covariance.
+
+    The identity where the latent is fed with h; of keys and values that the layer makes of normal h (seeded) otherwise,
+    as W_K and W_V, which then only select, tell nothing.
+    """
+    device = source.W_Q.device
+    if source.front is None:
+        return torch.eye(inputs, dtype=torch.float64, device=device)
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(WHITE_DRAWS * inputs, source.W_O.shape[1], dtype=torch.float64, generator=generator).to(device)
+    _, key, value = source_heads(source.front, h[None])
+    x = keys_values(key, value)[0]
+    return x.T @ x / len(x)
+
+
 def _blocks(
     source: SourceAttention,
     split: RopeSplit,
@@ -117,8 +135,8 @@ def _blocks(
     rows = [*split.W_K_nope, *source.W_V]
     groups = spec.num_key_value_heads
     if moments is None:
-        identity = torch.eye(source.W_V.shape[2], dtype=torch.float64, device=source.W_Q.device)
-        return [Block(row, eye, identity) for row in rows], identity
+        white = _white(source, source.W_V.shape[2])
+        return [Block(row, eye, white) for row in rows], white
     covariance = moments.input[:-1, :-1] / moments.tokens
     if method != "weighted":
         # Norm balance: keys and values count alike whatever their scale (TransMLA, section 4.3).
