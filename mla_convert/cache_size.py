@@ -21,12 +21,3 @@ def layer_numbers(config: Mapping[str, Any]) -> list[int]:
     if config.get("kv_lora_rank"):
         return [int(config["kv_lora_rank"] + config["qk_rope_head_dim"])] * layers
     return [source_layer_numbers(config)] * layers
-
-
-def layer_windows(config: Any) -> list[int | None]:
-    """Tokens a query of each layer of a config object sees; None: all."""
-    layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if types is None:
-        return [window] * layers
-    return [window if kind == "sliding_attention" else None for kind in types]

@@ -16,9 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 from mla_convert.absorbed import absorb, attend_absorbed
-from mla_convert.cache_size import layer_numbers, layer_windows
+from mla_convert.cache_size import layer_numbers
 from mla_convert.check_files import Check
 from mla_convert.evaluate import cache_bytes
+from mla_convert.features import layer_windows
 from mla_convert.layer import attend_expanded
 from mla_convert.scoring import padded_inputs, padded_windows
 from mla_convert.stock import read_stock_layer

@@ -97,9 +97,18 @@ def build_config(raw: dict[str, Any]) -> Any:
 
 
 def build_skeleton(config: Any) -> Any:
-    """The causal language model of `config` on the meta device, float32, attention EXACT."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=EXACT, dtype=torch.float32)
+    """The causal language model of `config` on the meta device, float32, attention EXACT.
+
+    Raises UnsupportedSource where its class cannot be built, or has layers of kinds that are not converted.
+    """
+    layer_windows(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, attn_implementation=EXACT, dtype=torch.float32)
+    except Exception as error:  # whatever the classes raise of settings that contradict each other
+        raise UnsupportedSource(
+            f"config.json: no model can be built from it ({type(error).__name__}: {error}); correct it."
+        ) from error
 
 
 def layer_calls(skeleton: Any, inputs: Tensor, embed: nn.Module | None = None) -> list[dict[str, Any]]:
@@ -125,7 +134,7 @@ def layer_calls(skeleton: Any, inputs: Tensor, embed: nn.Module | None = None) -
 def layer_facts(skeleton: Any, family: str) -> tuple[LayerFacts, ...]:
     """What is known of each layer. Raises UnsupportedSource for layer types and rotations that are not converted."""
     row, config = FAMILIES[family], skeleton.config
-    windows = _windows(config)
+    windows = layer_windows(config)
     hidden = torch.zeros(1, 2, config.hidden_size)
     try:
         calls = layer_calls(skeleton, hidden)
@@ -158,8 +167,8 @@ def layer_facts(skeleton: Any, family: str) -> tuple[LayerFacts, ...]:
     return tuple(facts)
 
 
-def _windows(config: Any) -> list[int | None]:
-    """Tokens a query sees, per layer."""
+def layer_windows(config: Any) -> list[int | None]:
+    """Tokens a query sees, per layer; None: all. Raises UnsupportedSource for other kinds of layers."""
     layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if types is None:
