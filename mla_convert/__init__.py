@@ -6,11 +6,16 @@
     mla_convert.evaluate(models=("SOURCE", "OUT"), reference="SOURCE")
 
 Every call takes a recipe, or its fields as keywords, or a recipe with keywords over it. Importing the
-package is cheap: torch and transformers are loaded by the first call.
+package is cheap: torch and transformers are loaded by the first call. Folders in the native format load with
+transformers' AutoModelForCausalLM once this package is imported, before transformers or after it.
 """
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -112,3 +117,32 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+_AUTO = "transformers.models.auto.modeling_auto"
+
+
+class _RegisterNative(importlib.abc.MetaPathFinder):
+    """Registers the native format's classes as soon as transformers' auto classes are imported, and not before."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _AUTO:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                importlib.import_module("mla_convert.modeling.classes").register()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if _AUTO in sys.modules:
+    importlib.import_module("mla_convert.modeling.classes").register()
+else:
+    sys.meta_path.insert(0, _RegisterNative())

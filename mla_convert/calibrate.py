@@ -2,6 +2,11 @@
 
 All moments are sums in fp64, so passes over different texts can be merged by addition. The attention matrix
 exists for one window of one layer, and only at QUERIES_PER_WINDOW sampled query positions.
+
+Where keys and values are not linear in h, h below is x = [all keys, normalised and not rotated; all values]
+(projections.py): a layer is linear in x up to the softmax, and that is all the moments need. Sinks take part in the
+softmax and leave its derivative d out / d score_s = a_s (v_s - out) as it is; a soft cap multiplies it by
+1 - tanh^2(score / softcap).
 """
 
 import shutil
@@ -13,11 +18,14 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from mla_convert.errors import MlaConvertError
 from mla_convert.factor import roots
 from mla_convert.families import SourceSpec
+from mla_convert.layer import keys_values, source_heads
+from mla_convert.modeling.core import attention_weights, causal_mask, expanded_attention
+from mla_convert.projections import canonical_rows
 from mla_convert.stream import LayerStream
 
 QUERIES_PER_WINDOW = 256  # positions at which attention is examined
@@ -39,12 +47,12 @@ class LayerMoments:
     swamped by the few tokens of massive activation.)
     """
 
-    input: Float[Tensor, "hidden_size_and_one hidden_size_and_one"]
+    input: Float[Tensor, "latent_inputs_and_one latent_inputs_and_one"]
     pair_energy: Float[Tensor, "num_heads pairs"]
     turned_energy: Float[Tensor, "num_heads pairs 2"]
     key_pairs: Float[Tensor, "pairs num_key_value_heads num_key_value_heads 2"]
-    value: Float[Tensor, "num_key_value_heads hidden_size hidden_size"]
-    key: Float[Tensor, "num_key_value_heads hidden_size hidden_size"]
+    value: Float[Tensor, "num_key_value_heads latent_inputs latent_inputs"]
+    key: Float[Tensor, "num_key_value_heads latent_inputs latent_inputs"]
     query_at_key: Float[Tensor, "num_heads source_head_dim source_head_dim"]
     key_trace: Float[Tensor, " num_heads"]
     counts: Float[Tensor, " 2"]
@@ -85,22 +93,25 @@ class MomentObserver:
         advance: Callable[[int], None] = lambda windows: None,
     ):
         heads, groups, width = spec.num_attention_heads, spec.num_key_value_heads, spec.source_head_dim
-        self.W_Q = attention.q_proj.weight.unflatten(0, (heads, width))
+        index = attention.layer_idx
+        self.attention, self.facts, self.keys_values = attention, spec.layers[index], spec.keys_values
+        self.rows = canonical_rows(spec, index)
+        self.sinks = attention.sinks if self.facts.sinks else None
         W_O = attention.o_proj.weight.unflatten(1, (heads, width)).transpose(0, 1)
         self.metric = W_O.transpose(1, 2) @ W_O  # |W_O x|^2 = x^T metric x
         self.root = torch.stack([roots(m.double())[0] for m in self.metric]).to(W_O.dtype)
         self.advance = advance
         self.groups, self.generator, self.device = groups, generator, W_O.device
-        phase = torch.arange(window, dtype=torch.float64)[:, None] * spec.inv_freq
+        phase = torch.arange(window, dtype=torch.float64)[:, None] * self.facts.inv_freq
         self.phase = torch.polar(torch.ones_like(phase), phase).to(self.device)
-        hidden = spec.hidden_size
+        inputs = spec.latent_inputs
         self.moments = LayerMoments(
-            input=self._zeros(hidden + 1, hidden + 1),
-            pair_energy=self._zeros(heads, width // 2),
-            turned_energy=self._zeros(heads, width // 2, 2),
-            key_pairs=self._zeros(width // 2, groups, groups, 2),
-            value=self._zeros(groups, hidden, hidden),
-            key=self._zeros(groups, hidden, hidden),
+            input=self._zeros(inputs + 1, inputs + 1),
+            pair_energy=self._zeros(heads, self.facts.pairs),
+            turned_energy=self._zeros(heads, self.facts.pairs, 2),
+            key_pairs=self._zeros(self.facts.pairs, groups, groups, 2),
+            value=self._zeros(groups, inputs, inputs),
+            key=self._zeros(groups, inputs, inputs),
             query_at_key=self._zeros(heads, width, width),
             key_trace=self._zeros(heads),
             counts=self._zeros(2),
@@ -110,31 +121,48 @@ class MomentObserver:
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
-    def __call__(self, hidden: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention outputs [num_heads, tokens, head_dim] of one causal window; its moments are added."""
+    def __call__(
+        self, hidden: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attention outputs [num_heads, tokens, head_dim] of one causal window; its moments are added.
+
+        mask: bool [tokens, tokens], true where a query attends; None: at no later token.
+        """
         per_group, rotated = query.shape[0] // self.groups, key
         key, value = key.repeat_interleave(per_group, 0), value.repeat_interleave(per_group, 0)
-        out = nn.functional.scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, scale=scale
-        )[0]
-        tokens = hidden.shape[0]
+        tokens, softcap = hidden.shape[0], self.facts.softcap
+        seen = causal_mask(tokens, tokens, hidden.device) if mask is None else mask[None, None]
+        out = expanded_attention(query[None], key[None], value[None], scale, seen, softcap, self.sinks)[0]
         at = sample_positions(tokens, QUERIES_PER_WINDOW, self.generator).to(self.device)
-        ahead = torch.arange(tokens, device=self.device) > at[:, None]
-        scores = (query[:, at] @ key.transpose(1, 2) * scale).masked_fill(ahead, float("-inf"))
-        mass = torch.softmax(scores, dim=-1)
-        cost = score_cost(mass, value, out[:, at], self.metric)
-        self._add_pairs(at, cost, query[:, at], rotated)
-        self._add(hidden, at, mass, value, out[:, at])
+        scores = query[:, at] @ key.transpose(1, 2) * scale
+        slope = None if softcap is None else 1 - torch.tanh(scores / softcap).square()
+        visible = torch.arange(tokens, device=self.device) <= at[:, None] if mask is None else mask[at]
+        mass = attention_weights(scores[None], visible, softcap, self.sinks)[0]
+        steep = mass if slope is None else mass * slope
+        if self.facts.pairs:
+            rows = self.rows[: 2 * self.facts.pairs]
+            cost = score_cost(steep, value, out[:, at], self.metric)
+            self._add_pairs(at, cost, query[:, at][..., rows], rotated[..., rows])
+        self._add(hidden, at, mass, steep, value, out[:, at])
         self.advance(1)
         return out
 
-    def _add(self, hidden: Tensor, at: Tensor, mass: Tensor, value: Tensor, out: Tensor) -> None:
-        """Add a window: attention `mass` [heads, queries, tokens], `out` [heads, queries, width] at `at`."""
+    def _inputs(self, hidden: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, latent_inputs] of all tokens, and the queries at `at` before rotation, canonical rows."""
+        if not self.keys_values:
+            return hidden, source_heads(self.attention, hidden[None, at])[0][0][..., self.rows].transpose(0, 1)
+        query, key, value = source_heads(self.attention, hidden[None])
+        return keys_values(key, value)[0], query[0, at][..., self.rows].transpose(0, 1)
+
+    def _add(self, hidden: Tensor, at: Tensor, mass: Tensor, steep: Tensor, value: Tensor, out: Tensor) -> None:
+        """Add a window: attention `mass` [heads, queries, tokens], `out` [heads, queries, width] at `at`.
+
+        steep: mass times the slope of the soft cap.
+        """
         m = self.moments
+        hidden, q = self._inputs(hidden, at)
         with_one = torch.nn.functional.pad(hidden, (0, 1), value=1.0)
         m.input.add_((with_one.T @ with_one).double())
-
-        q = torch.einsum("te,hde->htd", hidden[at], self.W_Q)
 
         averaged = (mass @ hidden).unflatten(0, (self.groups, -1)).flatten(1, 2)
         m.value.add_((averaged.transpose(1, 2) @ averaged).double())
@@ -142,7 +170,7 @@ class MomentObserver:
         some = torch.randperm(len(at), generator=self.generator)[:JACOBIANS_PER_WINDOW].to(self.device)
         for head in range(mass.shape[0]):
             # J = sum_s a_s root (v_s - o) h_s^T for each of `some` queries: [queries, width, hidden]
-            weighted = mass[head, some, :, None] * ((value[head] - out[head, some, None]) @ self.root[head])
+            weighted = steep[head, some, :, None] * ((value[head] - out[head, some, None]) @ self.root[head])
             jacobian = (weighted.transpose(1, 2).flatten(0, 1) @ hidden).unflatten(0, (len(some), -1))
             size = jacobian.square().sum((1, 2))
             rows = jacobian.flatten(0, 1)
@@ -193,16 +221,26 @@ def sample_positions(tokens: int, count: int, generator: torch.Generator) -> Ten
 
 
 def calibrate(
-    stream: LayerStream, ids: Tensor, seed: int, advance: Callable[[int], None] = lambda windows: None
-) -> Iterator[LayerMoments]:
+    stream: LayerStream,
+    ids: Tensor,
+    seed: int,
+    advance: Callable[[int], None] = lambda windows: None,
+    kept: frozenset[int] = frozenset(),
+) -> Iterator[LayerMoments | None]:
     """Run windows `ids` [windows, tokens] through the source; yields each layer's moments, one layer in memory.
 
-    A layer is computed when its moments are asked for. `advance` is called with 1 per window and layer.
+    A layer is computed when its moments are asked for; those `kept` as they are have none. `advance` is called with 1
+    per window and layer.
     """
     states = stream.embed(ids)
     generator = torch.Generator().manual_seed(seed)
     for index in range(stream.spec.num_hidden_layers):
         layer = stream.load(index)
+        if index in kept:
+            states = stream.run(layer, states)
+            advance(len(ids))
+            yield None
+            continue
         observer = MomentObserver(layer.self_attn, stream.spec, ids.shape[1], generator, advance)
         states = stream.run(layer, states, observer)
         observer.moments.log_energy.add_(states.double().square().sum(-1).log().sum())
@@ -214,7 +252,7 @@ class KeptMoments:
 
     def __init__(self, folder: Path, spec: SourceSpec, device: torch.device):
         self.folder, self.device = folder, device
-        square = 8 * spec.num_key_value_heads * spec.hidden_size**2  # the two stacks of hidden_size^2, float32
+        square = 8 * spec.num_key_value_heads * spec.latent_inputs**2  # the two stacks of latent_inputs^2, float32
         needed, free = spec.num_hidden_layers * square, shutil.disk_usage(folder).free
         if needed > free:
             raise MlaConvertError(

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from mla_convert.cache_size import layer_numbers
+
 CARD = """---
 library_name: transformers
 tags: [multi-head-latent-attention, mla, mla_convert]
@@ -24,6 +26,26 @@ too small for it (in a quantised GGUF keep attn_kv_a_mqa in F32 or BF16). RoPE r
 The licence of the source applies.
 """
 
+NATIVE_CARD = """---
+library_name: transformers
+tags: [multi-head-latent-attention, mla, mla_convert]
+---
+
+# {name}, converted to multi-head latent attention
+
+`{name}` with its attention rewritten as multi-head latent attention by mla_convert {version}; all else is the source's.
+Its layers cache {numbers} numbers per token where the source's cache {source_numbers} ({percent:.0f} %). {kind}
+
+```python
+import mla_convert  # makes the model class {architecture} known to transformers; no remote code
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+```
+
+Engines that do not run transformers' model classes cannot load this format. `conversion.json` holds the recipe, the
+source's hashes, and the predicted error of every layer. The licence of the source applies.
+"""
+
 EXACT = "The re-encoding is exact."
 UNTRAINED = "It has not been trained after the conversion."
 TRAINED = "After the conversion it was distilled on {tokens:,} tokens (held-out KL {before:.3f} -> {after:.3f} nats)."
@@ -36,18 +58,25 @@ SCALED_ROPE = (
 
 def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
     """README.md of the folder, from conversion.json's `record` and the written `config`."""
-    numbers = record["kv_lora_rank"] + record["qk_rope_head_dim"]
-    kind = config["rope_parameters"]["rope_type"]
+    native = "mla" in config
+    layers = layer_numbers(config)
     tuned = record.get("finetune")
     trained = TRAINED.format(tokens=tuned["tokens"], **tuned["held_out_kl"]) if tuned else UNTRAINED
+    facts = {
+        "name": record["recipe"]["source"].rstrip("/").rsplit("/", 1)[-1],
+        "version": record["environment"]["versions"]["mla_convert"],
+        "source_numbers": record["source_numbers"],
+        "percent": 100 * sum(layers) / len(layers) / record["source_numbers"],
+        "kind": EXACT if record["lossless"] else trained,
+    }
+    if native:
+        numbers = " or ".join(f"{n}" for n in sorted(set(layers)))
+        return NATIVE_CARD.format(**facts, numbers=numbers, architecture=config["architectures"][0])
+    kind = config["rope_parameters"]["rope_type"]
     return CARD.format(
-        name=record["recipe"]["source"].rstrip("/").rsplit("/", 1)[-1],
-        version=record["environment"]["versions"]["mla_convert"],
-        numbers=numbers,
+        **facts,
+        numbers=layers[0],
         rank=record["kv_lora_rank"],
         rope=record["qk_rope_head_dim"],
-        source_numbers=record["source_numbers"],
-        percent=100 * numbers / record["source_numbers"],
-        kind=EXACT if record["lossless"] else trained,
         engines=STOCK_ROPE if kind == "default" else SCALED_ROPE.format(kind=kind),
     )

@@ -13,6 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.experts import stored_tensors
+from mla_convert.family_table import FAMILIES
+from mla_convert.modeling.classes import PREFIX
 from mla_convert.stock import LATENT_NORM_EPS
 
 SAMPLE = "The quick brown fox, 1234 + 5678 = 6912;\n\tif x == 'é': return [λ]\n"
@@ -52,8 +55,8 @@ def source_accounted(source: Checkpoint, record: Mapping[str, Any]) -> list[Chec
     lost = sorted(names - consumed | set(written.get("leftover", [])))
     foreign = sorted(consumed - names)
     return [
-        _found("source files unchanged", changed, f"{len(hashes)} sha256 equal to conversion.json", "differ:"),
-        _found("source tensors consumed", lost + foreign, f"{len(names)} of {len(names)}", "not accounted for:"),
+        found("source files unchanged", changed, f"{len(hashes)} sha256 equal to conversion.json", "differ:"),
+        found("source tensors consumed", lost + foreign, f"{len(names)} of {len(names)}", "not accounted for:"),
     ]
 
 
@@ -94,9 +97,9 @@ def config_is_stock(source: Mapping[str, Any], converted: Mapping[str, Any], rec
         if converted.get(key) != source.get(key)
     ]
     return [
-        _found("config is stock DeepSeek-V3", wrong, f"{len(must) + 2} fields", ""),
-        _found("no source-only config key", leaked, f"none of {', '.join(NOT_CARRIED_OVER)}, head_dim", "leaked:"),
-        _found(
+        found("config is stock DeepSeek-V3", wrong, f"{len(must) + 2} fields", ""),
+        found("no source-only config key", leaked, f"none of {', '.join(NOT_CARRIED_OVER)}, head_dim", "leaked:"),
+        found(
             "bos, eos, pad ids kept",
             tokens,
             ", ".join(f"{key} {converted.get(key)}" for key in TOKEN_IDS),
@@ -115,7 +118,13 @@ def tensors_are_stock(converted: Checkpoint) -> list[Check]:
             model = stock.from_config(AutoConfig.for_model(**converted.config))
     except Exception as error:  # whatever the config classes raise, the folder does not load
         return [Check("tensor names and shapes", False, detail=f"no class can be built from config.json: {error}")]
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    family = FAMILIES.get(str(converted.config.get("model_type")).removeprefix(PREFIX))
+    state = model.state_dict()
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if family is not None:
+        expected = stored_tensors(family, state, converted.headers)
+    if model.config.tie_word_embeddings and "lm_head.weight" not in converted.headers:
+        expected.pop("lm_head.weight", None)
     held = {name: tuple(header.shape) for name, header in converted.headers.items()}
     wrong = [f"{name} missing" for name in sorted(expected.keys() - held.keys())]
     wrong += [f"{name} unknown to the class" for name in sorted(held.keys() - expected.keys())]
@@ -128,9 +137,9 @@ def tensors_are_stock(converted: Checkpoint) -> list[Check]:
     half = [name for name, header in converted.headers.items() if header.dtype == torch.float16]
     code = [p.name for pattern in ("*.py", "*.bin", "*.pt", "*.pth") for p in Path(converted.path).glob(pattern)]
     return [
-        _found("tensor names and shapes", wrong, f"{len(held)} tensors, exactly the class's", ""),
-        _found("no fp16 tensor", half, f"stored as {', '.join(sorted(dtypes))}", ""),
-        _found("no code, no pickle", code, "safetensors and JSON only", "found:"),
+        found("tensor names and shapes", wrong, f"{len(held)} tensors, exactly the class's", ""),
+        found("no fp16 tensor", half, f"stored as {', '.join(sorted(dtypes))}", ""),
+        found("no code, no pickle", code, "safetensors and JSON only", "found:"),
     ]
 
 
@@ -143,7 +152,7 @@ def generation_kept(source: Checkpoint, converted: Checkpoint) -> Check:
         for key, value in old.items()
         if key not in ignored and new.get(key) != value
     ]
-    return _found("generation_config kept", wrong, f"{len(old)} fields" if old else "the source has none", "")
+    return found("generation_config kept", wrong, f"{len(old)} fields" if old else "the source has none", "")
 
 
 def tokenizer_kept(source: PreTrainedTokenizerBase, converted: PreTrainedTokenizerBase | None) -> Check:
@@ -157,18 +166,18 @@ def tokenizer_kept(source: PreTrainedTokenizerBase, converted: PreTrainedTokeniz
         wrong.append("the chat template differs")
     if source.special_tokens_map != converted.special_tokens_map:
         wrong.append(f"special tokens {converted.special_tokens_map}, source {source.special_tokens_map}")
-    return _found("tokenizer and chat template kept", wrong, f"{len(converted)} tokens", "")
+    return found("tokenizer and chat template kept", wrong, f"{len(converted)} tokens", "")
 
 
 def loads_cleanly(missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: tuple[str, ...]) -> Check:
     """transformers found every tensor it wanted and used every tensor it found."""
     wrong = [f"{name} missing" for name in missing] + [f"{name} unused" for name in unexpected]
     wrong += [f"{name} of another shape" for name in mismatched]
-    return _found("loads with stock AutoModelForCausalLM", wrong, "0 missing, 0 unexpected", "")
+    return found("loads with stock AutoModelForCausalLM", wrong, "0 missing, 0 unexpected", "")
 
 
-def _found(name: str, faults: list[str], good: str, bad: str) -> Check:
-    # value: how many faults; the first three are named
+def found(name: str, faults: list[str], good: str, bad: str) -> Check:
+    """A check that passes without `faults`; its value is how many there are, its detail the first three, or `good`."""
     more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
     detail = f"{bad} {'; '.join(faults[:3])}{more}".strip() if faults else good
     return Check(name, not faults, float(len(faults)), 0.0, detail)

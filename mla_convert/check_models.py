@@ -16,8 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 from mla_convert.absorbed import absorb, attend_absorbed
+from mla_convert.cache_size import layer_numbers
 from mla_convert.check_files import Check
 from mla_convert.evaluate import cache_bytes
+from mla_convert.features import layer_windows
 from mla_convert.layer import attend_expanded
 from mla_convert.scoring import padded_inputs, padded_windows
 from mla_convert.stock import read_stock_layer
@@ -136,7 +138,7 @@ def cache_is_exact(
     checks = []
     for name, chunk in (("one prefill", len(ids)), (f"chunks of {CHUNK}", CHUNK), ("one by one", 1)):
         logits = cached_logits(model, ids, chunk, advance)
-        worst, note = _worst(logits - full) / scale, ""
+        worst, note = worst_of(logits - full) / scale, ""
         if worst > CACHE_BOUND and model.dtype == torch.float32:
             # A model whose attention is near a tie amplifies rounding, which falls with precision; an error does not.
             rounded, worst = worst, _cached_difference_in_double(model, ids, chunk)
@@ -152,7 +154,7 @@ def _cached_difference_in_double(model: PreTrainedModel, ids: torch.Tensor, chun
     torch.nn.Module.double(model)
     try:
         full = forward_logits(model, ids)
-        return _worst(cached_logits(model, ids, chunk) - full) / float(full.abs().max())
+        return worst_of(cached_logits(model, ids, chunk) - full) / float(full.abs().max())
     finally:
         torch.nn.Module.float(model)
 
@@ -168,29 +170,30 @@ def padding_is_inert(model: PreTrainedModel, ids: torch.Tensor) -> list[Check]:
         batch = padded_windows(sequences, pad_id=0, side=side)
         logits = model(**padded_inputs(batch.ids, batch.mask, model.device), use_cache=False).logits
         pairs = zip(logits, batch.mask.to(logits.device), alone, strict=True)
-        worst = max(_worst(row[mask] - single) for row, mask, single in pairs) / scale
+        worst = max(worst_of(row[mask] - single) for row, mask, single in pairs) / scale
         detail = f"lengths {', '.join(str(len(sequence)) for sequence in sequences)}; of max |logit| {scale:.1f}"
         checks.append(Check(f"padded batch == single, {side}", worst <= CACHE_BOUND, worst, CACHE_BOUND, detail))
     return checks
 
 
-def cache_is_small(
-    model: PreTrainedModel, kv_lora_rank: int, qk_rope_head_dim: int, source_bytes: int, tokens: int
-) -> Check:
-    """Bytes really held after `tokens` tokens over (kv_lora_rank + qk_rope_head_dim) x bytes x layers x
-    tokens.
+def cache_is_small(model: PreTrainedModel, source_bytes: int, tokens: int) -> Check:
+    """Bytes really held after `tokens` tokens over those of the latents and rotating keys of all layers.
 
-    `source_bytes`: what the source holds after as many tokens, in the same dtype.
+    `source_bytes`: what the source holds after as many tokens, in the same dtype. Layers with a window need to hold
+    `window` tokens only, but transformers may hold them all until the next token comes.
     """
-    numbers = kv_lora_rank + qk_rope_head_dim
-    formula = numbers * model.dtype.itemsize * model.config.num_hidden_layers * tokens
+    numbers, windows = layer_numbers(model.config.to_dict()), layer_windows(model.config)
+    formula = sum(numbers) * model.dtype.itemsize * tokens
+    needed = (n * min(tokens, tokens if w is None else w - 1) for n, w in zip(numbers, windows, strict=True))
+    least = model.dtype.itemsize * sum(needed)
     held = cache_bytes(model, tokens)
     detail = (
         f"{held // tokens:,} B per token held, formula {formula // tokens:,}; "
         f"source {source_bytes // tokens:,} ({1 - held / source_bytes:.1%} less)"
     )
     ratio = held / formula
-    return Check("cache holds the latent only", 1 <= ratio <= CACHE_BYTES_BOUND, ratio, CACHE_BYTES_BOUND, detail)
+    good = least <= held and ratio <= CACHE_BYTES_BOUND
+    return Check("cache holds the latent only", good, ratio, CACHE_BYTES_BOUND, detail)
 
 
 def layers_are_exact(
@@ -209,12 +212,12 @@ def layers_are_exact(
         expanded = attend_expanded(layer, hidden, positions)
         absorbed, _ = attend_absorbed(absorb(layer), hidden, positions)
         scale = float(expanded.abs().max()) or 1.0
-        by_class.append(_worst(seen - expanded) / scale)
-        by_absorbed.append(_worst(absorbed - expanded) / scale)
+        by_class.append(worst_of(seen - expanded) / scale)
+        by_absorbed.append(worst_of(absorbed - expanded) / scale)
         advance(1)
     return [
-        _within("stock layer == its equations", by_class, LAYER_BOUND, "fp32 class, fp64 equations"),
-        _within("expanded == absorbed", by_absorbed, ABSORB_BOUND, "fp64"),
+        within("stock layer == its equations", by_class, LAYER_BOUND, "fp32 class, fp64 equations"),
+        within("expanded == absorbed", by_absorbed, ABSORB_BOUND, "fp64"),
     ]
 
 
@@ -237,13 +240,14 @@ def _attention_io(model: PreTrainedModel, ids: torch.Tensor) -> tuple[list[torch
     return inputs, outputs
 
 
-def _within(name: str, by_layer: list[float], bound: float, detail: str) -> Check:
+def within(name: str, by_layer: list[float], bound: float, detail: str) -> Check:
+    """A check of the worst of all layers."""
     worst = max(by_layer)
     layers = f"{detail}; of max |output|, worst in layer {by_layer.index(worst)} of {len(by_layer)}"
     return Check(name, worst <= bound, worst, bound, layers)
 
 
-def _worst(difference: torch.Tensor) -> float:
-    # a NaN anywhere must fail every bound
+def worst_of(difference: torch.Tensor) -> float:
+    """Largest absolute number; a NaN anywhere must fail every bound."""
     worst = float(difference.abs().max())
     return math.inf if math.isnan(worst) else worst

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # The predicted order is right to within a few places (see conversion.json of any --cache-ratio run).
 FINALISTS = 3
 
-Assembled = Callable[[int, Size, int], tuple[MLALayer, LayerReport]]
+Assembled = Callable[[int, Size, int], tuple[MLALayer | None, LayerReport]]
 
 
 def choose(
@@ -26,7 +26,8 @@ def choose(
 ) -> tuple[Size, list[dict[str, Any]]]:
     """The size with the least loss on `held_out` [windows, tokens] among the best predicted; all considered.
 
-    `assembled(layer, size, sweeps)` converts one layer. Without held-out windows the prediction decides.
+    `assembled(layer, size, sweeps)` converts one layer (None: it is kept). Without held-out windows the prediction
+    decides.
     """
     layers = stream.spec.num_hidden_layers
     with progress("predicting", "layers", layers * len(sizes)) as advance:
@@ -61,7 +62,8 @@ def converted_nll(
     for index in range(stream.spec.num_hidden_layers):
         layer = stream.load(index)
         converted, _ = assembled(index, size, 1)
-        layer.self_attn = LatentAttention(converted.to(torch.float32))
+        if converted is not None:
+            layer.self_attn = LatentAttention(converted.to(torch.float32))
         states = stream.run(layer, states)
         advance(1)
     return stream.nll(states, ids)

@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_convert.assemble import LayerReport, SourceAttention, assemble
+from mla_convert.assemble import LayerReport, assemble
 from mla_convert.calibrate import KeptMoments, LayerMoments, calibrate
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.choose import choose
-from mla_convert.emit import expected_bytes, publish, write_tensors
-from mla_convert.errors import BadOption
+from mla_convert.emit import expected_bytes, expected_native_bytes, publish, write_native, write_tensors
+from mla_convert.errors import BadOption, UnsupportedSource
 from mla_convert.factor import SWEEPS
-from mla_convert.families import SourceSpec, layer_tensors, read_spec
+from mla_convert.families import SourceSpec, read_spec
 from mla_convert.healing import HealReport, heal_layers
+from mla_convert.keep import kept_layers
 from mla_convert.layer import MLALayer
 from mla_convert.loading import load_tokenizer, resolve_device
 from mla_convert.measure import Clock, Stage, stage
 from mla_convert.options import FLOAT16_REASON
+from mla_convert.projections import source_attention
 from mla_convert.recipe import ConvertRecipe, HealSettings
 from mla_convert.report import progress
 from mla_convert.sizes import Size, allowed_sizes, source_numbers
@@ -66,6 +68,8 @@ class Job:
     heal: HealSettings
     dtype: torch.dtype
     device: torch.device
+    native: bool
+    kept: frozenset[int]
 
     @property
     def needs_moments(self) -> bool:
@@ -87,16 +91,20 @@ def convert(recipe: ConvertRecipe) -> ConvertResult:
     """Convert recipe.source into the folder recipe.out. Raises MlaConvertError, leaving nothing behind."""
     checkpoint = Checkpoint.open(recipe.source)
     spec = read_spec(checkpoint)
+    native = output_is_native(recipe, spec)
     job = Job(
         recipe=recipe,
         checkpoint=checkpoint,
         spec=spec,
-        sizes=allowed_sizes(recipe, spec),
+        sizes=allowed_sizes(recipe, spec, native),
         heal=replace(HealSettings.parse(recipe.heal), seed=recipe.seed) if recipe.heal else HealSettings(0),
-        dtype=output_dtype(recipe, spec),
+        dtype=output_dtype(recipe, spec, native),
         device=resolve_device(recipe.device),
+        native=native,
+        kept=kept_layers(recipe.keep_layers, spec) if native else frozenset(),
     )
-    writer = FolderWriter(recipe.out, expected_bytes(spec, job.sizes, job.dtype), recipe.overwrite)
+    needed = expected_native_bytes(checkpoint, spec, job.sizes, job.dtype) if native else None
+    writer = FolderWriter(recipe.out, needed or expected_bytes(spec, job.sizes, job.dtype), recipe.overwrite)
     with TemporaryDirectory(prefix="mla_convert_") as scratch:
         return _run(job, writer, Path(scratch))
 
@@ -115,7 +123,7 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
                 job.sizes,
                 stream,
                 texts.held_out,
-                lambda *which: _assembled(job, kept.load(which[0]) if kept else None, *which),
+                lambda *which: _assembled(job, stream, _stored(kept, job, which[0]), *which),
             )
     reports, healing = list[LayerReport](), list[HealReport]()
     calibrating, whole = Clock(), list[Stage]()
@@ -125,18 +133,23 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
             stage("convert", whole),
             progress("converting", "steps", spec.num_hidden_layers * (windows + job.heal.steps + 1)) as advance,
         ):
-            streamed = calibrate(stream, texts.calibration, recipe.seed, advance) if windows else None
+            streamed = calibrate(stream, texts.calibration, recipe.seed, advance, job.kept) if windows else None
 
-            def closed_form(layer: int) -> MLALayer:
+            def closed_form(layer: int) -> MLALayer | None:
                 with calibrating:
-                    moments = next(streamed) if streamed else kept.load(layer) if kept else None
-                found, report = _assembled(job, moments, layer, size, SWEEPS)
+                    moments = next(streamed) if streamed else _stored(kept, job, layer)
+                found, report = _assembled(job, stream, moments, layer, size, SWEEPS)
                 reports.append(report)
                 logger.debug("layer %d: predicted error %.2e (rope %.1e)", layer, report.total, report.rope)
                 return found
 
             layers = _layers(job, stream, texts.healing, closed_form, healing, scratch, advance)
-            write_tensors(job.checkpoint, spec, layers, writer, job.dtype, advance)
+            native_layers = None
+            if job.native:
+                native_layers = write_native(job.checkpoint, spec, layers, writer, job.dtype, advance)
+            else:
+                stock = (layer for layer in layers if layer is not None)  # only the native format keeps layers
+                write_tensors(job.checkpoint, spec, stock, writer, job.dtype, advance)
         done += _shared_out(whole[0], calibrating.seconds if streamed else 0.0, bool(healing))
         record: dict[str, Any] = {
             "recipe": recipe.to_dict(),
@@ -150,7 +163,7 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
             },
             "stages": [asdict(taken) for taken in done],
         }
-        publish(job.checkpoint, spec, size, job.dtype, record, writer)
+        publish(job.checkpoint, spec, size, job.dtype, record, writer, native_layers)
     return ConvertResult(
         out=recipe.out,
         kv_lora_rank=size.kv_lora_rank,
@@ -167,15 +180,22 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
 def _kept_moments(job: Job, stream: LayerStream, ids: Tensor, scratch: Path) -> KeptMoments:
     kept = KeptMoments(scratch, job.spec, job.device)
     with progress("calibrating", "windows x layers", len(ids) * job.spec.num_hidden_layers) as advance:
-        for layer, moments in enumerate(calibrate(stream, ids, job.recipe.seed, advance)):
-            kept.keep(layer, moments)
+        for layer, moments in enumerate(calibrate(stream, ids, job.recipe.seed, advance, job.kept)):
+            if moments is not None:
+                kept.keep(layer, moments)
     return kept
 
 
+def _stored(kept: KeptMoments | None, job: Job, layer: int) -> LayerMoments | None:
+    return None if kept is None or layer in job.kept else kept.load(layer)
+
+
 def _assembled(
-    job: Job, moments: LayerMoments | None, layer: int, size: Size, sweeps: int
-) -> tuple[MLALayer, LayerReport]:
-    source = source_attention(job.checkpoint, job.spec, layer, job.device)
+    job: Job, stream: LayerStream, moments: LayerMoments | None, layer: int, size: Size, sweeps: int
+) -> tuple[MLALayer | None, LayerReport]:
+    if layer in job.kept:
+        return None, LayerReport(0.0, 0.0, 0.0)
+    source = source_attention(job.checkpoint, job.spec, layer, job.device, stream.front(layer))
     return assemble(source, moments, job.spec, size, job.recipe.method, sweeps)
 
 
@@ -189,12 +209,12 @@ def _layers(
     job: Job,
     stream: LayerStream,
     ids: Tensor,
-    closed_form: Callable[[int], MLALayer],
+    closed_form: Callable[[int], MLALayer | None],
     healing: list[HealReport],
     scratch: Path,
     advance: Callable[[int], None],
-) -> Iterator[MLALayer]:
-    """The layers in order, healed if asked for; what healing did is appended to `healing`."""
+) -> Iterator[MLALayer | None]:
+    """The layers in order (None: kept), healed if asked for; what healing did is appended to `healing`."""
     if not job.heal.steps:
         yield from map(closed_form, range(job.spec.num_hidden_layers))
         return
@@ -203,25 +223,28 @@ def _layers(
         yield layer
 
 
-def output_dtype(recipe: ConvertRecipe, spec: SourceSpec) -> torch.dtype:
-    """The type written. Raises BadOption where `auto` would mean float16."""
+def output_is_native(recipe: ConvertRecipe, spec: SourceSpec) -> bool:
+    """Whether the native format is written. Raises UnsupportedSource where stock was asked for and is impossible."""
+    obstacle = spec.stock_obstacle
+    if obstacle is None and recipe.keep_layers not in ("auto", "none"):
+        obstacle = f"keep_layers={recipe.keep_layers}: it has no layers without a latent"
+    if recipe.format == "stock" and obstacle is not None:
+        raise UnsupportedSource(
+            f"{recipe.source} ({spec.family}): the stock format cannot hold it: {obstacle.rstrip('.')}; "
+            "use --format native"
+        )
+    if recipe.format == "auto" and obstacle is not None:
+        logger.info("native format, as the stock format cannot hold the source: %s", obstacle)
+    return recipe.format == "native" or obstacle is not None
+
+
+def output_dtype(recipe: ConvertRecipe, spec: SourceSpec, native: bool = False) -> torch.dtype:
+    """The type written. Raises BadOption where `auto` would mean float16 in the stock format."""
     if recipe.dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.dtype]
-    if spec.dtype == torch.float16:
+    if spec.dtype == torch.float16 and not native:
         raise BadOption(f"the source is stored in float16, and {FLOAT16_REASON} (--dtype)")
     return spec.dtype
-
-
-def source_attention(checkpoint: Checkpoint, spec: SourceSpec, layer: int, device: torch.device) -> SourceAttention:
-    """The projections of one layer in fp64 on the device."""
-    names, d = layer_tensors(spec, layer), spec.source_head_dim
-    q, k, v, o = (checkpoint.tensor(names[role]).to(device, torch.float64) for role in ("q", "k", "v", "o"))
-    return SourceAttention(
-        W_Q=q.unflatten(0, (spec.num_attention_heads, d)),
-        W_K=k.unflatten(0, (spec.num_key_value_heads, d)),
-        W_V=v.unflatten(0, (spec.num_key_value_heads, d)),
-        W_O=o.unflatten(1, (spec.num_attention_heads, d)).transpose(0, 1),
-    )
 
 
 def _read_texts(job: Job) -> Texts:

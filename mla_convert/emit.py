@@ -1,6 +1,7 @@
 """Emit a converted model: its layers and the untouched tensors of the source, then config, record and model card."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import UnsupportedSource
 from mla_convert.families import SourceSpec, global_tensors, layer_tensors
 from mla_convert.layer import MLALayer
+from mla_convert.native import native_config, native_entry, to_native, untouched
+from mla_convert.projections import attention_prefix
 from mla_convert.report import environment
 from mla_convert.sizes import Size, source_numbers
 from mla_convert.stock import residual_scale, stock_config, to_stock
@@ -30,6 +33,47 @@ def expected_bytes(spec: SourceSpec, sizes: list[Size], dtype: torch.dtype) -> i
         layer = query_and_down + up_and_out + rank + 3 * spec.intermediate_size * hidden + 2 * hidden
         largest = max(largest, spec.num_hidden_layers * layer + 2 * spec.vocab_size * hidden + hidden)
     return largest * dtype.itemsize
+
+
+def expected_native_bytes(checkpoint: Checkpoint, spec: SourceSpec, sizes: list[Size], dtype: torch.dtype) -> int:
+    """Bytes of the largest native checkpoint that may be written: all of the source, and latent attention beside it."""
+    d, heads = spec.source_head_dim, spec.num_attention_heads
+    copied = sum(math.prod(header.shape) for header in checkpoint.headers.values())
+    query = heads * d if spec.keys_values else heads * spec.hidden_size
+    largest = max(
+        (d + size.plan.qk_rope_head_dim) * query
+        + (size.kv_lora_rank + size.plan.qk_rope_head_dim) * spec.latent_inputs
+        + 2 * heads * d * size.kv_lora_rank
+        for size in sizes
+    )
+    return (copied + spec.num_hidden_layers * largest) * dtype.itemsize
+
+
+def write_native(
+    checkpoint: Checkpoint,
+    spec: SourceSpec,
+    layers: Iterator[MLALayer | None],
+    writer: FolderWriter,
+    dtype: torch.dtype,
+    advance: Callable[[int], None],
+) -> list[dict[str, Any] | None]:
+    """Write all tensors of a native checkpoint, layer by layer (None: kept); returns the entries of `mla.layers`."""
+    entries: list[dict[str, Any] | None] = []
+    prefixes: list[str] = []
+    for index, layer in enumerate(layers):
+        if layer is None:
+            entries.append(None)
+        else:
+            prefix = attention_prefix(index)
+            tensors = to_native(checkpoint, spec, index, layer)
+            for name, tensor in tensors.items():
+                writer.add(prefix + name, tensor.to(dtype))
+            entries.append(native_entry(layer, tensors))
+            prefixes.append(prefix)
+        advance(1)
+    for name in untouched(checkpoint, spec, tuple(prefixes)):
+        writer.add(name, checkpoint.tensor(name).to(dtype))
+    return entries
 
 
 def write_tensors(
@@ -70,9 +114,14 @@ def publish(
     dtype: torch.dtype,
     record: dict[str, Any],
     writer: FolderWriter,
+    native_layers: list[dict[str, Any] | None] | None = None,
 ) -> None:
-    """Complete `record`, write every file that is no tensor, and rename the folder to its name."""
+    """Complete `record`, write every file that is no tensor, and rename the folder to its name.
+
+    native_layers: what `write_native` returned, for the native format.
+    """
     record |= {
+        "format": "stock" if native_layers is None else "native",
         "source": {
             "hashes": checkpoint.hashes(),
             "consumed": checkpoint.consumed(),
@@ -86,16 +135,17 @@ def publish(
         "environment": environment(),
     }
     nope = 0 if size.plan.keeps_everything else spec.source_head_dim
-    config = stock_config(spec, size.kv_lora_rank, nope, size.plan, dtype)
-    generation = checkpoint.generation_config or {
-        "_from_model_config": True,
-        **{key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    }
-    files = {
-        RECORD: json.dumps(record, indent=2) + "\n",
-        "generation_config.json": json.dumps(generation, indent=2) + "\n",
-        "README.md": model_card(record, config),
-    }
+    if native_layers is None:
+        config = stock_config(spec, size.kv_lora_rank, nope, size.plan, dtype)
+    else:
+        config = native_config(spec, native_layers, dtype)
+    files = {RECORD: json.dumps(record, indent=2) + "\n", "README.md": model_card(record, config)}
+    generation = checkpoint.generation_config
+    if generation is None and native_layers is None:  # a native config's class has the source's own defaults
+        tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+        generation = {"_from_model_config": True, **{key: config[key] for key in tokens}}
+    if generation is not None:
+        files["generation_config.json"] = json.dumps(generation, indent=2) + "\n"
     writer.commit(files, checkpoint.sidecars(), config)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mla_convert import report
+from mla_convert.cache_size import layer_numbers
 from mla_convert.errors import BadCheckpoint, BadOption
 from mla_convert.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
 from mla_convert.measure import peak_rss
@@ -169,25 +169,12 @@ def cache_bytes_per_token(model: PreTrainedModel, lengths: tuple[int, int] = (8,
     """Cache bytes per token over all layers: (by formula, measured in the cache after forwards of two
     lengths).
 
-    Formula: layers x bytes x `formula_numbers`. Measured: the difference quotient of the storage really
+    Formula: bytes x `layer_numbers`, of all layers. Measured: the difference quotient of the storage really
     held, so that what does not grow with the tokens does not count.
     """
-    config = model.config
-    numbers = formula_numbers(config.to_dict())
-    formula = config.num_hidden_layers * numbers * model.dtype.itemsize
+    formula = sum(layer_numbers(model.config.to_dict())) * model.dtype.itemsize
     held = [cache_bytes(model, length) for length in lengths]
     return formula, round((held[1] - held[0]) / (lengths[1] - lengths[0]))
-
-
-def formula_numbers(config: Mapping[str, Any]) -> int:
-    """Numbers cached per token and layer: kv_lora_rank + qk_rope_head_dim where the config has a latent, else
-    2 x num_key_value_heads x head_dim.
-    """
-    if config.get("kv_lora_rank"):
-        return int(config["kv_lora_rank"] + config["qk_rope_head_dim"])
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return int(2 * (config.get("num_key_value_heads") or heads) * head_dim)
 
 
 @torch.inference_mode()

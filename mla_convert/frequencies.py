@@ -20,6 +20,9 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 
+# Computed by transformers' own code in the native format.
+NATIVE_ROPE_TYPES = ("dynamic", "yarn", "longrope")
+
 
 def _number(rope: dict[str, Any], key: str) -> int | float:
     value = rope.get(key)
@@ -39,8 +42,9 @@ def _normalise(rope: dict[str, Any], theta: Any, positions: int) -> dict[str, An
         raise UnsupportedSource(f"config.json: RoPE types {sorted(map(str, kinds))} contradict; keep one.")
     rope["rope_type"] = kind = kinds.pop() if kinds else "default"
     if kind not in ROPE_TYPES:
+        known = ", ".join((*ROPE_TYPES, *NATIVE_ROPE_TYPES))
         raise UnsupportedSource(
-            f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}. "
+            f"config.json: rope_type={kind!r} is not supported; supported: {known}. "
             "If contexts stay within the original length, remove the scaling from config.json."
         )
     partial = rope.pop("partial_rotary_factor", 1)
@@ -69,19 +73,47 @@ def _normalise(rope: dict[str, Any], theta: Any, positions: int) -> dict[str, An
     return normal
 
 
-def read_rope_parameters(config: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+def read_rope(
+    config: dict[str, Any], max_position_embeddings: int, config_class: Any, partial_rotary: bool
+) -> tuple[dict[str, Any], str | None]:
+    """`read_rope_parameters`, or, where only the native format can hold the rotation, {} and why.
+
+    partial_rotary: whether the family's class rotates a part of a head only. Raises UnsupportedSource as
+    `read_rope_parameters` does, and for types that transformers does not know.
+    """
+    given = [config[key] for key in ("rope_parameters", "rope_scaling") if isinstance(config.get(key), dict)]
+    if any(isinstance(value, dict) for rope in given for value in rope.values()):
+        return {}, "its RoPE settings differ by layer type"
+    if not isinstance(config_class.default_theta, int | float):
+        return {}, "its RoPE settings differ by layer type"
+    kinds = {str(rope[key]) for rope in given for key in ("type", "rope_type") if rope.get(key) is not None}
+    if len(kinds) == 1 and kinds <= set(NATIVE_ROPE_TYPES):
+        if len(given) == 2 and given[0] != given[1]:
+            raise UnsupportedSource(
+                f"config.json: rope_parameters say {given[0]} but rope_scaling says {given[1]}; keep one."
+            )
+        return {}, f"rope_type={kinds.pop()!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+    partial = [config.get("partial_rotary_factor"), *(rope.get("partial_rotary_factor") for rope in given)]
+    if partial_rotary and any(factor not in (None, 1) for factor in partial):
+        return {}, "only a part of every head rotates"
+    return read_rope_parameters(config, max_position_embeddings, float(config_class.default_theta)), None
+
+
+def read_rope_parameters(
+    config: dict[str, Any], max_position_embeddings: int, default_theta: float = DEFAULT_THETA
+) -> dict[str, Any]:
     """Return rope_type, rope_theta and the numbers of the type, from rope_parameters or the older spelling.
 
-    The older spelling is rope_theta and rope_scaling. Raises UnsupportedSource for types other than default,
-    linear and llama3, and if both spellings are present and differ.
+    The older spelling is rope_theta and rope_scaling; default_theta is the model class's. Raises UnsupportedSource
+    for types other than default, linear and llama3, and if both spellings are present and differ.
     """
     old, new, theta = (config.get(key) for key in ("rope_scaling", "rope_parameters", "rope_theta"))
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, dict):
             raise UnsupportedSource(f"config.json: {key}={value!r} must be an object or null; correct it.")
     if theta is None and "rope_theta" not in (new or old or {}):
-        logger.warning("config.json gives no rope_theta; the model class's default %g is used", DEFAULT_THETA)
-    fallback = DEFAULT_THETA if theta is None else theta
+        logger.warning("config.json gives no rope_theta; the model class's default %g is used", default_theta)
+    fallback = default_theta if theta is None else theta
     readings = [_normalise(rope, fallback, max_position_embeddings) for rope in (new, old) if rope]
     if new and theta is not None:
         readings.append(

@@ -8,17 +8,18 @@ from tempfile import TemporaryDirectory
 import torch
 
 from mla_convert.checkpoint import Checkpoint
-from mla_convert.emit import expected_bytes, publish, write_tensors
+from mla_convert.emit import expected_bytes, expected_native_bytes, publish, write_native, write_tensors
 from mla_convert.errors import BadOption
 from mla_convert.families import read_spec
 from mla_convert.healing import HealReport, heal_layers
 from mla_convert.layer import MLALayer
 from mla_convert.loading import load_tokenizer, resolve_device
 from mla_convert.measure import Stage, stage
+from mla_convert.native import NativeFolder, is_native
 from mla_convert.recipe import HealRecipe, HealSettings
 from mla_convert.record import check_source, read_record
 from mla_convert.report import progress
-from mla_convert.rope import ladder_plan
+from mla_convert.rope import ladder_plan, native_plan
 from mla_convert.sizes import Size
 from mla_convert.stock import read_stock_layer, residual_scale
 from mla_convert.stream import LayerStream
@@ -51,10 +52,13 @@ def heal(recipe: HealRecipe) -> HealResult:
     if record["lossless"]:
         raise BadOption(f"{recipe.converted} is an exact re-encoding, so there is nothing to heal")
     check_source(recipe.converted, record, checkpoint)
-    size = Size(record["kv_lora_rank"], ladder_plan(spec, record["qk_rope_head_dim"], record["rope_stride"]))
+    native = is_native(config)
+    plan = native_plan if native else ladder_plan
+    size = Size(record["kv_lora_rank"], plan(spec, record["qk_rope_head_dim"], record["rope_stride"]))
     dtype = getattr(torch, config["dtype"])
     device = resolve_device(recipe.device)
-    writer = FolderWriter(recipe.out, expected_bytes(spec, [size], dtype), recipe.overwrite)
+    needed = expected_native_bytes(checkpoint, spec, [size], dtype) if native else expected_bytes(spec, [size], dtype)
+    writer = FolderWriter(recipe.out, needed, recipe.overwrite)
     documents = read_documents(recipe.data, part="calib")
     tokenizer = load_tokenizer(recipe.source)
     ids = with_conversations(tokenizer, token_windows(tokenizer, documents, recipe.window, recipe.windows))
@@ -65,8 +69,11 @@ def heal(recipe: HealRecipe) -> HealResult:
             "give more text with --data, or a smaller --held-out"
         )
     scale = residual_scale(spec.rms_norm_eps)
+    folder = NativeFolder(recipe.converted) if native else None
 
-    def start(index: int) -> MLALayer:
+    def start(index: int) -> MLALayer | None:
+        if folder is not None:
+            return folder.layer(index).to(torch.float64, device) if index in folder.converted else None
         layer = read_stock_layer(recipe.converted, index).to(torch.float64, device)
         return replace(layer, W_O=layer.W_O / scale)  # outputs of the source's scale, as the layer was assembled
 
@@ -75,12 +82,17 @@ def heal(recipe: HealRecipe) -> HealResult:
     with TemporaryDirectory(prefix="mla_convert_") as scratch, writer, stage("heal", done):
         with progress("healing", "steps", spec.num_hidden_layers * (1 + recipe.steps)) as advance:
 
-            def layers() -> Iterator[MLALayer]:
+            def layers() -> Iterator[MLALayer | None]:
                 for layer, report in heal_layers(stream, ids, start, settings, Path(scratch), advance):
                     reports.append(report)
                     yield layer
 
-            write_tensors(checkpoint, spec, layers(), writer, dtype, advance)
+            native_layers = None
+            if native:
+                native_layers = write_native(checkpoint, spec, layers(), writer, dtype, advance)
+            else:
+                stock = (layer for layer in layers() if layer is not None)
+                write_tensors(checkpoint, spec, stock, writer, dtype, advance)
         new = {
             "recipe": recipe.to_dict(),
             "converted_by": {key: record[key] for key in KEPT if key in record},
@@ -91,5 +103,5 @@ def heal(recipe: HealRecipe) -> HealResult:
                 "layers": [asdict(report) for report in reports],
             },
         }
-        publish(checkpoint, spec, size, dtype, new, writer)
+        publish(checkpoint, spec, size, dtype, new, writer, native_layers)
     return HealResult(recipe.out, tuple(reports), recipe.steps * recipe.window, tuple(done))

@@ -22,7 +22,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mla_convert.factor import roots
-from mla_convert.layer import MLALayer, attend_expanded, rotation_table
+from mla_convert.family_table import FAMILIES
+from mla_convert.layer import MLALayer, attend_expanded, latent_inputs, rotation_table
 from mla_convert.recipe import HealSettings
 from mla_convert.stream import LatentAttention, LayerStream
 
@@ -60,7 +61,7 @@ def heal_layer(
     """Fit `layer` (fp64) to `task`, products in `compute`; returns the better of before and after."""
     start = with_unit_latent(layer, task.inputs)
     params = {name: getattr(start, name).float().requires_grad_() for name in TRAINED}
-    trained = replace(start, **params, W_O=layer.W_O.float())
+    trained = replace(start.to(torch.float32), **params)
     device = layer.W_DKV.device
     positions = torch.arange(task.inputs.shape[1], device=device)[None]
     table = rotation_table(positions, layer.inv_freq, layer.attention_scaling, torch.float32)
@@ -107,9 +108,10 @@ def schedule(step: int, steps: int) -> float:
 
 def with_unit_latent(layer: MLALayer, inputs: Tensor) -> MLALayer:
     """The same layer with its latent in coordinates of unit covariance, so that one step size fits all of it."""
-    moment = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64, device=layer.W_DKV.device)
+    width = layer.W_DKV.shape[1]
+    moment = torch.zeros(width, width, dtype=torch.float64, device=layer.W_DKV.device)
     for window in inputs:
-        rows = window.to(moment.device)
+        rows = latent_inputs(layer, window.to(moment.device))
         moment += (rows.T @ rows).double()
     root, inverse = roots(layer.W_DKV @ (moment / inputs.shape[:2].numel()) @ layer.W_DKV.T, 1e-6)
     return replace(layer, W_DKV=inverse @ layer.W_DKV, W_UK=layer.W_UK @ root, W_UV=layer.W_UV @ root)
@@ -118,12 +120,15 @@ def with_unit_latent(layer: MLALayer, inputs: Tensor) -> MLALayer:
 def heal_layers(
     stream: LayerStream,
     ids: Int[Tensor, "windows tokens"],
-    start: Callable[[int], MLALayer],
+    start: Callable[[int], MLALayer | None],
     settings: HealSettings,
     folder: Path,
     advance: Callable[[int], None] = lambda steps: None,
-) -> Iterator[tuple[MLALayer, HealReport]]:
-    """Healed layers in order; `start(i)` is layer i as it was converted (fp64), large states are kept in `folder`."""
+) -> Iterator[tuple[MLALayer | None, HealReport]]:
+    """Healed layers in order; `start(i)` is layer i as it was converted (fp64; None: kept as it is).
+
+    Large states are kept in `folder`.
+    """
     states = stream.embed(ids)
     source, converted = _stored(folder, "source", states), _stored(folder, "converted", states)
     inputs, targets = _stored(folder, "inputs", states), _stored(folder, "targets", states)
@@ -132,6 +137,12 @@ def heal_layers(
     stream.compute = compute
     for index in range(stream.spec.num_hidden_layers):
         layer, mla = stream.load(index), start(index)
+        if mla is None:
+            for states in (source, converted):
+                states.copy_(stream.run(layer, states))
+            advance(settings.steps)
+            yield None, HealReport(0.0, 0.0)
+            continue
         _prepare(stream, layer, source, converted, LayerTask(inputs, targets, weight))
         healed, report = heal_layer(mla, LayerTask(inputs, targets, weight), settings, compute, advance)
         logger.info("layer %d: held-out error %.2e -> %.2e of the residual stream", index, report.before, report.after)
@@ -143,16 +154,19 @@ def heal_layers(
 def _prepare(stream: LayerStream, layer: nn.Module, source: Tensor, converted: Tensor, task: LayerTask) -> None:
     """Advance `source` through `layer` in place; fill in the task: the converted prefix's inputs, the targets."""
     seen: list[Tensor] = []
+    norm, normalised = getattr(layer, "input_layernorm", nn.Identity()), FAMILIES[stream.spec.family].post_norm
     hook = layer.self_attn.register_forward_hook(lambda module, args, out: seen.append(out[0]))  # type: ignore[union-attr]
     for i in range(len(source)):
         here = slice(i, i + 1)
         after = stream.run(layer, source[here])
         out = seen.pop()
         task.targets[here] = out.cpu()
-        task.weight[here] = 1 / (source[here] + task.targets[here]).square().sum(-1).clamp_min(1e-30)
+        # Where a norm follows, what matters is the error relative to the output itself.
+        beside = task.targets[here] if normalised else source[here] + task.targets[here]
+        task.weight[here] = 1 / beside.square().sum(-1).clamp_min(1e-30)
         source[here] = after
         with torch.no_grad():
-            task.inputs[here] = layer.input_layernorm(converted[here].to(stream.device)).cpu()  # type: ignore[operator]
+            task.inputs[here] = norm(converted[here].to(stream.device)).cpu()
     hook.remove()
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mla_convert.errors import BadCheckpoint, BadOption
 
@@ -86,7 +87,7 @@ def load_model_and_report(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=attention_implementation(name, kwargs),
             trust_remote_code=False,
             output_loading_info=True,
             **kwargs,
@@ -105,6 +106,13 @@ def load_model_and_report(
     torch.nn.Module.to(model, device)
     model.train(False)
     return model.requires_grad_(False), report
+
+
+def attention_implementation(name: str, kwargs: dict[str, Any]) -> str:
+    """sdpa, or eager for families whose attention it cannot compute (soft caps, sinks)."""
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False, gguf_file=kwargs.get("gguf_file"))
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:

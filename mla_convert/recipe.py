@@ -65,7 +65,7 @@ class ConvertRecipe(Recipe):
     """Options of `mla-convert convert`. Exactly one size: both ranks, or cache_ratio, or lossless."""
 
     source: str = option("Checkpoint to convert: folder, .gguf file or hub id.", argument="SOURCE")
-    out: str = option("Folder to write the DeepSeek-V3 checkpoint to.", argument="OUT")
+    out: str = option("Folder to write the converted checkpoint to.", argument="OUT")
     method: str = option(
         "How the latent is found: weighted (two-sided metric), pca (of the layer's keys and values), "
         "svd (of the weights; needs no text).",
@@ -98,6 +98,17 @@ class ConvertRecipe(Recipe):
         None,
     )
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
+    format: str = option(
+        "stock: a DeepSeek-V3 checkpoint that any engine with MLA loads; native: the source's own architecture with "
+        "its attention replaced, for transformers after `import mla_convert`; auto: stock where it can hold it.",
+        "auto",
+        choices=("auto", "stock", "native"),
+    )
+    keep_layers: str = option(
+        "Layers that stay as they are (native format): auto (Gemma's local layers), none, sliding (all with a window), "
+        "or indices such as 0,5-7.",
+        "auto",
+    )
     dtype: str = option(
         "Storage type written: auto (the source's), float32 or bfloat16.",
         "auto",

@@ -112,6 +112,26 @@ def lossless_plan(spec: SourceSpec) -> RopePlan:
     return RopePlan(index, parameters, None)
 
 
+def native_plan(spec: SourceSpec, qk_rope_head_dim: int, stride: int) -> RopePlan:
+    """Slots on every stride-th source frequency; the native format rotates them by the source's own tables.
+
+    Raises BadOption where the slots do not fit.
+    """
+    slots = qk_rope_head_dim // 2
+    if not stride_fits(2 * spec.pairs, qk_rope_head_dim, stride):
+        raise BadOption(
+            f"qk_rope_head_dim={qk_rope_head_dim} needs {slots} frequencies, and rope_stride={stride} leaves "
+            f"{-(-spec.pairs // stride)} of the source's {spec.pairs}; use --qk-rope-head-dim "
+            f"{2 * -(-spec.pairs // stride)} or less, or a smaller --rope-stride"
+        )
+    return RopePlan(tuple(range(0, stride * slots, stride)), {}, stride)
+
+
+def native_lossless_plan(spec: SourceSpec) -> RopePlan:
+    """One slot per KV head and frequency, in layers that rotate."""
+    return RopePlan(tuple(range(spec.pairs)) * spec.num_key_value_heads, {}, None)
+
+
 def check_frequencies(written: Tensor, wanted: Tensor, parameters: dict[str, Any]) -> None:
     """Compare the target's rotation with the source's, number by number. Raises UnsupportedSource."""
     error = ((written - wanted).abs() / wanted.abs()).max().item()

@@ -4,8 +4,17 @@ from dataclasses import dataclass
 
 from mla_convert.errors import BadOption
 from mla_convert.families import SourceSpec
+from mla_convert.features import LayerFacts
 from mla_convert.recipe import ConvertRecipe
-from mla_convert.rope import RopePlan, ladder_plan, ladder_strides, lossless_plan, stride_fits
+from mla_convert.rope import (
+    RopePlan,
+    ladder_plan,
+    ladder_strides,
+    lossless_plan,
+    native_lossless_plan,
+    native_plan,
+    stride_fits,
+)
 
 SPLIT_STEPS = 8  # with --cache-ratio, qk_rope_head_dim is tried in steps of source_head_dim / 8
 
@@ -22,6 +31,15 @@ class Size:
         return f"kv_lora_rank {self.kv_lora_rank} + qk_rope_head_dim {self.plan.qk_rope_head_dim}{stride}"
 
 
+def of_layer(spec: SourceSpec, facts: LayerFacts, size: Size) -> Size:
+    """What `size` means for one layer: where nothing rotates, the rotating numbers go to the latent."""
+    if facts.pairs:
+        return size
+    plan = RopePlan((), {}, size.plan.stride)
+    full = full_rank(spec, 0)
+    return Size(full if plan.keeps_everything else min(full, size.kv_lora_rank + size.plan.qk_rope_head_dim), plan)
+
+
 def source_numbers(spec: SourceSpec) -> int:
     """Numbers the source caches per token and layer."""
     return 2 * spec.num_key_value_heads * spec.source_head_dim
@@ -29,57 +47,62 @@ def source_numbers(spec: SourceSpec) -> int:
 
 def full_rank(spec: SourceSpec, qk_rope_head_dim: int) -> int:
     """Rank of [W_K; W_V] left after `qk_rope_head_dim` rotating dimensions."""
-    return min(spec.hidden_size, source_numbers(spec) - qk_rope_head_dim)
+    return min(spec.latent_inputs, source_numbers(spec) - qk_rope_head_dim)
 
 
-def allowed_sizes(recipe: ConvertRecipe, spec: SourceSpec) -> list[Size]:
-    """Every size the recipe leaves open, at least one. Raises BadOption for what does not fit."""
+def allowed_sizes(recipe: ConvertRecipe, spec: SourceSpec, native: bool = False) -> list[Size]:
+    """Every size the recipe leaves open, at least one, for the stock or the native format.
+
+    Raises BadOption for what does not fit.
+    """
     if recipe.lossless:
-        plan = lossless_plan(spec)
+        plan = native_lossless_plan(spec) if native else lossless_plan(spec)
         return [Size(full_rank(spec, plan.qk_rope_head_dim), plan)]
     if recipe.cache_ratio is not None:
-        return _split_sizes(recipe, spec, recipe.cache_ratio)
+        return _split_sizes(recipe, spec, recipe.cache_ratio, native)
     assert recipe.kv_lora_rank is not None and recipe.qk_rope_head_dim is not None  # the recipe checked it
     rank, rope = recipe.kv_lora_rank, recipe.qk_rope_head_dim
-    if rope > spec.source_head_dim:
+    rotating = 2 * spec.pairs
+    if rope > rotating:
         raise BadOption(
-            f"qk_rope_head_dim={rope} exceeds {spec.source_head_dim}, the source's head width, and the "
+            f"qk_rope_head_dim={rope} exceeds {rotating}, what rotates of a head of the source, and the "
             "ladder has one slot per frequency; "
-            f"use --qk-rope-head-dim {spec.source_head_dim} or less, or --lossless"
+            f"use --qk-rope-head-dim {rotating} or less, or --lossless"
         )
     if rank > full_rank(spec, rope):
         raise BadOption(
             f"kv_lora_rank={rank} exceeds {full_rank(spec, rope)}, the rank of [W_K; W_V] left after {rope} "
             f"rotating dimensions; use --kv-lora-rank {full_rank(spec, rope)} or less"
         )
-    return [Size(rank, plan) for plan in _plans(recipe, spec, rope)]
+    return [Size(rank, plan) for plan in _plans(recipe, spec, rope, native)]
 
 
-def _plans(recipe: ConvertRecipe, spec: SourceSpec, rope: int) -> list[RopePlan]:
+def _plans(recipe: ConvertRecipe, spec: SourceSpec, rope: int, native: bool) -> list[RopePlan]:
+    plan = native_plan if native else ladder_plan
     if recipe.rope_stride != "auto":
-        return [ladder_plan(spec, rope, int(recipe.rope_stride))]
-    return [ladder_plan(spec, rope, stride) for stride in ladder_strides(spec.source_head_dim, rope)]
+        return [plan(spec, rope, int(recipe.rope_stride))]
+    return [plan(spec, rope, stride) for stride in ladder_strides(2 * spec.pairs, rope)]
 
 
-def _split_sizes(recipe: ConvertRecipe, spec: SourceSpec, ratio: float) -> list[Size]:
-    budget = int(ratio * source_numbers(spec))
-    step = max(2, spec.source_head_dim // SPLIT_STEPS // 2 * 2)
+def _split_sizes(recipe: ConvertRecipe, spec: SourceSpec, ratio: float, native: bool) -> list[Size]:
+    budget, rotating = int(ratio * source_numbers(spec)), 2 * spec.pairs
+    step = max(2, rotating // SPLIT_STEPS // 2 * 2)
     sizes = [
         Size(budget - rope, plan)
-        for rope in range(step, spec.source_head_dim + 1, step)
+        for rope in range(step, rotating + 1, step)
         if 1 <= budget - rope <= full_rank(spec, rope)
-        for plan in _fitting_plans(recipe, spec, rope)
+        for plan in _fitting_plans(recipe, spec, rope, native)
     ]
     if not sizes:
         raise BadOption(
             f"cache_ratio={ratio} is {budget} of the source's {source_numbers(spec)} numbers per token and "
-            f"layer, which no split into a latent and {step} to {spec.source_head_dim} rotating numbers "
+            f"layer, which no split into a latent and {step} to {rotating} rotating numbers "
             "gives; give --kv-lora-rank and --qk-rope-head-dim, or --lossless"
         )
     return sizes
 
 
-def _fitting_plans(recipe: ConvertRecipe, spec: SourceSpec, rope: int) -> list[RopePlan]:
-    if recipe.rope_stride != "auto" and not stride_fits(spec.source_head_dim, rope, int(recipe.rope_stride)):
+def _fitting_plans(recipe: ConvertRecipe, spec: SourceSpec, rope: int, native: bool) -> list[RopePlan]:
+    if recipe.rope_stride != "auto" and not stride_fits(2 * spec.pairs, rope, int(recipe.rope_stride)):
         return []
-    return _plans(recipe, spec, rope)
+    return _plans(recipe, spec, rope, native)

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mla_convert import check_files, check_models, report
+from mla_convert import check_files, check_models, check_native, report
 from mla_convert.check_files import Check
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import BadCheckpoint, BadOption
 from mla_convert.evaluate import cache_bytes
 from mla_convert.loading import load_model, load_model_and_report, load_tokenizer, resolve_device
+from mla_convert.native import is_native
 from mla_convert.recipe import VerifyRecipe
 from mla_convert.record import read_record
 from mla_convert.texts import read_documents, token_windows
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MUST_RUN = (
     "config is stock DeepSeek-V3",
+    "config is the source's with latent attention",
     "tensor names and shapes",
 )  # without these no class can run the model
 FEW_TOKENS = 32  # a tokenizer that maps English to fewer distinct ids than this is not one for English
@@ -73,7 +75,10 @@ def verify(recipe: VerifyRecipe) -> VerifyResult:
     record = read_record(recipe.converted)
     source, converted = Checkpoint.open(recipe.source), Checkpoint.open(recipe.converted)
     checks = check_files.source_accounted(source, record)
-    checks += check_files.config_is_stock(source.config, converted.config, record)
+    if is_native(converted.config):
+        checks += check_native.config_is_native(source.config, converted.config, record)
+    else:
+        checks += check_files.config_is_stock(source.config, converted.config, record)
     checks += check_files.tensors_are_stock(converted)
     checks.append(check_files.generation_kept(source, converted))
     tokenizer = _tokenizer(recipe.source)
@@ -113,11 +118,10 @@ def run_converted(
         checks += check_models.cache_is_exact(model, ids, logits, advance)
     checks += check_models.padding_is_inert(model, ids)
     config = model.config
-    checks.append(
-        check_models.cache_is_small(model, config.kv_lora_rank, config.qk_rope_head_dim, facts.cache_bytes, len(ids))
-    )
+    checks.append(check_models.cache_is_small(model, facts.cache_bytes, len(ids)))
+    exact = check_native.native_layers_are_exact if is_native(config.to_dict()) else check_models.layers_are_exact
     with report.progress("comparing layers", "layers", config.num_hidden_layers) as advance:
-        checks += check_models.layers_are_exact(model, folder, ids, advance)
+        checks += exact(model, folder, ids, advance)
     return checks
 
 

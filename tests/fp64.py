@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from mla_convert.assemble import SourceAttention
 from mla_convert.families import SourceSpec
 from mla_convert.layer import MLALayer
+from mla_convert.projections import SourceAttention
 from mla_convert.rope import RopePlan
 from mla_convert.stock import residual_scale, stock_config, to_stock, written_frequencies
 

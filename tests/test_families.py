@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from tiny import (
     tiny_model,
     write_gguf,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from mla_convert import families, family_table
+from mla_convert import families
 from mla_convert.checkpoint import Checkpoint, TensorHeader
+from mla_convert.convert import output_is_native
 from mla_convert.errors import UnsupportedSource
 from mla_convert.families import global_tensors, layer_tensors, read_spec
+from mla_convert.recipe import ConvertRecipe
 
 
 def refuse(folder: Path, match: str) -> None:
@@ -79,15 +82,14 @@ def test_spec_holds_the_config(tmp_path: Path, family: str, legacy: bool) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_defaults_of_absent_keys_are_those_of_the_model_class(family: str) -> None:
-    config_class = FAMILIES[family][0]
-    table = family_table.FAMILIES[family]
-    for key, default in table.defaults.items():
-        assert getattr(config_class, key) == default, key
-    for key, rule in table.fixed.items():
-        if hasattr(config_class, key) and key != "architectures":
-            assert getattr(config_class, key) == rule.default, key
-    assert config_class.default_theta == 10000.0
+def test_absent_keys_have_the_values_of_the_model_class(tmp_path: Path, family: str) -> None:
+    folder = tiny_model(tmp_path / "m", family, max_position_embeddings=77, rms_norm_eps=0.5)
+    absent = ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "rope_parameters")
+    spec = read_spec(Checkpoint.open(edit_config(folder, absent)))
+    theirs = AutoConfig.for_model(family)
+    for key in absent[:4]:
+        assert getattr(spec, key) == getattr(theirs, key), key
+    assert spec.rope_parameters["rope_theta"] == theirs.default_theta
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -154,7 +156,8 @@ def test_every_unknown_key_is_refused_by_name_unless_null(key: str, value: Any) 
 
 
 CONFIG_REFUSALS = [
-    ({"model_type": "qwen3"}, r"model_type='qwen3' is not supported; supported: llama, mistral"),
+    ({"model_type": "gpt2"}, r"model_type='gpt2' is not supported; supported: llama, mistral, ministral, qwen2, qwen3"),
+    ({"model_type": "qwen3"}, r"architectures=\['LlamaForCausalLM'\], .*only Qwen3ForCausalLM is converted"),
     ({"model_type": None}, r"model_type=None is not supported"),
     (
         {"architectures": ["LlamaForSequenceClassification"]},
@@ -164,16 +167,15 @@ CONFIG_REFUSALS = [
     ({"sliding_window": 128, "use_sliding_window": True}, r"sliding_window=128"),
     ({"use_sliding_window": True}, r"use_sliding_window=True, not False or None: sliding-window"),
     ({"layer_types": ["sliding_attention"] * 4}, r"layer_types=\['sliding.*must all be 'full_attention'"),
-    ({"attention_bias": True}, r"attention_bias=True, not False or None: biases are not supported yet"),
-    ({"mlp_bias": True}, r"mlp_bias=True, not False or None: biases"),
-    ({"use_qk_norm": True}, r"use_qk_norm=True, .*QK-norm is not linear in the latent"),
-    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5, not 1 or None: heads that rotate in part"),
+    ({"attention_bias": True}, r"lacks 16 of the 55 tensors of config\.json, first .*q_proj\.bias"),
+    ({"mlp_bias": True}, r"lacks 12 of the 51 tensors of config\.json, first .*gate_proj\.bias"),
+    ({"use_qk_norm": True}, r"use_qk_norm=True, .*the model class of this family has no QK-norm"),
+    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5, not 1 or None: .*rotates whole heads"),
     (
         {"quantization_config": {"bits": 4}},
         r"quantization_config=\{'bits': 4\}, .*dequantise the checkpoint first",
     ),
     ({"auto_map": {"AutoModel": "m.M"}}, r"auto_map=.*remote code is never run"),
-    ({"hidden_act": "gelu"}, r"hidden_act='gelu', not 'silu': the engines"),
     ({"logits_scaling": 8.0}, r"logits_scaling=8\.0 is not known for model_type 'llama'"),
     ({"hidden_size": "48"}, r"hidden_size='48' must be a positive integer"),
     ({"hidden_size": None}, r"hidden_size=None must be a positive integer"),
@@ -203,13 +205,40 @@ def test_config_features_are_refused_by_name(tmp_path: Path, changes: dict[str, 
     refuse(edit_config(tiny_model(tmp_path / "m", tokenizer=False), **changes), match)
 
 
-def test_mistral_windows_are_refused_also_where_the_key_is_absent_or_disclaimed(tmp_path: Path) -> None:
+STOCK_OBSTACLES: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_act": "gelu"}, r"hidden_act='gelu', not 'silu': the engines"),
+    ("llama", {"attention_bias": True}, r"attention_bias=True, not False or None: the stock format holds no biases"),
+    ("mistral", {"sliding_window": 64}, r"sliding_window=64, not None: the stock format has no sliding windows"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0}}, r"rope_type='yarn'"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e3, "factor": 4.0}}, r"rope_type='dynamic'"),
+    ("qwen2", {}, "biases"),
+    ("qwen3", {}, "QK-norm is not linear in the latent"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "match"), STOCK_OBSTACLES)
+def test_what_stock_cannot_hold_goes_native_and_is_refused_as_stock(
+    tmp_path: Path, family: str, changes: dict[str, Any], match: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_model(tmp_path / "m", family, **changes)
+    spec = read_spec(Checkpoint.open(folder))
+    sizes = {"source": str(folder), "out": str(tmp_path / "out"), "lossless": True}
+    with pytest.raises(UnsupportedSource, match=rf"the stock format cannot hold it: .*{match}.*; use --format native"):
+        output_is_native(ConvertRecipe(**sizes, format="stock"), spec)
+    with caplog.at_level(logging.INFO, "mla_convert.convert"):
+        assert output_is_native(ConvertRecipe(**sizes), spec)
+    assert re.search(match, caplog.text)
+    plain = read_spec(Checkpoint.open(tiny_model(tmp_path / "plain", "llama")))
+    assert not output_is_native(ConvertRecipe(**sizes), plain)
+    assert output_is_native(ConvertRecipe(**sizes, format="native"), plain)
+
+
+def test_the_window_of_a_mistral_is_the_class_s_where_the_key_is_absent(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "m", "mistral", tokenizer=False)
-    read_spec(Checkpoint.open(folder))
-    edit_config(folder, sliding_window=64, use_sliding_window=False)  # MistralModel does not read the second key
-    refuse(folder, r"sliding_window=64, not None")
-    edit_config(folder, drop=("sliding_window",))
-    refuse(folder, r"sliding_window=4096 \(the model class's value, as the key is absent\), not None")
+    assert [facts.window for facts in read_spec(Checkpoint.open(folder)).layers] == [None] * 4
+    spec = read_spec(Checkpoint.open(edit_config(folder, drop=("sliding_window",))))
+    assert [facts.window for facts in spec.layers] == [4096] * 4
+    assert "sliding_window=4096 (the model class's value, as the key is absent)" in str(spec.stock_obstacle)
 
 
 @pytest.mark.parametrize(
@@ -217,14 +246,14 @@ def test_mistral_windows_are_refused_also_where_the_key_is_absent_or_disclaimed(
     [
         (
             "model.layers.1.self_attn.q_norm.weight",
-            r"q_norm\.weight \[3\] is in no table .* QK-norm is not linear",
+            r"q_norm\.weight \[3\] is in no table .* has no QK-norm and would ignore it",
         ),
         (
             "model.layers.1.self_attn.k_proj.bias",
-            r"k_proj\.bias \[3\] is in no table .* biases are not supported yet",
+            r"k_proj\.bias \[3\] is in no table .* by config\.json this layer has no biases",
         ),
-        ("model.layers.1.self_attn.sinks", r"attention sinks are not supported"),
-        ("model.layers.1.mlp.experts.0.w1.weight", r"mixture-of-experts"),
+        ("model.layers.1.self_attn.sinks", r"no attention sinks and would ignore them"),
+        ("model.layers.1.mlp.experts.0.w1.weight", r"has no experts"),
         ("model.layers.1.self_attn.q_proj.weight_scale", r"dequantise it first"),
         ("model.layers.1.self_attn.q_proj.lora_A.weight", r"merge the adapter"),
         (
@@ -245,7 +274,7 @@ def test_missing_wrongly_shaped_and_oddly_stored_tensors_are_refused(tmp_path: P
     edit_tensors(folder, **{key: torch.ones(24, 48)})
     refuse(
         folder,
-        rf"{name} has shape \[24, 48\], config\.json implies \[20, 48\] \(keys, hidden_size\); correct",
+        rf"{name} has shape \[24, 48\], config\.json implies \[20, 48\]; correct",
     )
     edit_tensors(folder, **{key: torch.ones(20, 48, dtype=torch.float64)})
     refuse(folder, rf"{name} is stored as torch\.float64; supported: float32, bfloat16, float16")

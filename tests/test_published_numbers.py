@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mla_convert.evaluate import formula_numbers
+from mla_convert.cache_size import layer_numbers
 
 HEADS, WIDTH, FP16 = 128, 128, 2
 KINDS: dict[str, tuple[dict[str, Any], int, float]] = {
@@ -19,11 +19,12 @@ KINDS: dict[str, tuple[dict[str, Any], int, float]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_per_token_and_layer(kind: str) -> None:
     config, expected, mebibytes = KINDS[kind]
-    per_token = formula_numbers(config) * FP16
+    per_token = layer_numbers({"num_hidden_layers": 1, **config})[0] * FP16
     assert per_token == expected
     assert per_token * 4096 / 2**20 == mebibytes
 
 
 def test_mla_saves_98_percent_of_mha() -> None:
-    saved = 1 - formula_numbers(KINDS["MLA"][0]) / formula_numbers(KINDS["MHA"][0])
+    mla, mha = (layer_numbers({"num_hidden_layers": 1, **KINDS[kind][0]})[0] for kind in ("MLA", "MHA"))
+    saved = 1 - mla / mha
     assert round(100 * saved, 2) == 98.24

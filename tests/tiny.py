@@ -6,6 +6,7 @@ from uniform; rope_theta and rms_norm_eps are not the class defaults, so that a 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -16,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -50,6 +53,62 @@ DIMENSIONS: dict[str, Any] = {
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+}
+# Of families that only the native format can hold; what differs from DIMENSIONS.
+NATIVE: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_attention_heads": 6, "hidden_size": 72},  # heads of 12: this class has no head_dim
+    "qwen3": {},
+    "ministral": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 7},
+    "gemma3_text": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 7,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+        },
+    },
+    "phi3": {"hidden_size": 72, "original_max_position_embeddings": 512},
+    "olmo2": {"hidden_size": 72},
+    "olmo3": {"hidden_size": 72, "sliding_window": 24, "rope_parameters": None},
+    "granite": {
+        "hidden_size": 72,
+        "embedding_multiplier": 1.7,
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.4,
+    },
+    "glm": {"partial_rotary_factor": 0.6},
+    "glm4": {"partial_rotary_factor": 0.6},
+    "smollm3": {"hidden_size": 72, "no_rope_layers": [1, 0, 1, 1]},
+    "starcoder2": {"hidden_size": 72, "sliding_window": 24},
+    "cohere2": {"hidden_size": 72, "sliding_window": 24, "logit_scale": 0.3},
+    "mixtral": {"sliding_window": 24, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "hidden_size": 72,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 26,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+    "gpt_oss": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
 }
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
@@ -107,8 +166,7 @@ def tiny_model(
 ) -> Path:
     """Save a tiny model of `family` to `folder`; returns it. `max_shard_size` (e.g. "100KB") makes shards."""
     folder = Path(folder)
-    config_class, model_class, extra = FAMILIES[family]
-    model = model_class(config_class(**(DIMENSIONS | extra | config_overrides)))
+    model = tiny_class(family, config_overrides)
     fill(model, seed, projection_std)
     model.generation_config.eos_token_id = [258, 260]
     model.generation_config.do_sample = True
@@ -117,6 +175,17 @@ def tiny_model(
     if tokenizer:
         tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tiny_class(family: str, overrides: dict[str, Any]) -> Any:
+    """A model of `family` with transformers' random weights."""
+    if family in FAMILIES:
+        config_class, model_class, extra = FAMILIES[family]
+        return model_class(config_class(**(DIMENSIONS | extra | overrides)))
+    dimensions = DIMENSIONS | NATIVE[family] | overrides
+    fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
+    known = {key: value for key, value in dimensions.items() if key in fields or key in NATIVE[family] | overrides}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **known), attn_implementation="eager")
 
 
 def edit_json(path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:

@@ -1,0 +1,94 @@
+"""The arithmetic of latent attention that needs no weights: rotation, masks, softmax, both evaluation paths.
+
+The absorbed path sees one shared key [c ; k_pe] and one shared value c per token for all heads (DeepSeek-V2,
+arXiv:2405.04434, section 2.1.2); the expanded path has keys and values of every head. Both take the same masks,
+soft caps and sinks, and agree up to rounding.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate interleaved rows (2s real, 2s + 1 imaginary) [batch, heads, tokens, 2 slots] by [batch, tokens, slots]."""
+    cos, sin = cos[:, None], sin[:, None]
+    re, im = x[..., 0::2], x[..., 1::2]
+    return torch.stack((re * cos - im * sin, re * sin + im * cos), dim=-1).flatten(-2)
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """Bool [queries, keys], true where attended; the last query sees every key. None where nothing is hidden."""
+    if queries == 1:
+        return None
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """Softmax of scaled `scores` [batch, heads, queries, keys], in float32 at least.
+
+    softcap: scores become softcap tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118, section 2).
+    mask: bool (true: attended) or additive. sinks: one logit per head that takes part in the softmax and has no
+    value, so that weights sum to less than 1 (gpt-oss). A query that may attend to nothing gets no NaN.
+    """
+    kind = scores.dtype
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.to(torch.promote_types(kind, torch.float32))
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        return torch.softmax(scores, dim=-1).to(kind)
+    column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1].to(kind)
+
+
+def latent_attention(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Absorbed attention: softmax(scale (q_latent . kv_c + q_pe . k_pe)) kv_c, shape [batch, heads, queries, rank].
+
+    q_latent [batch, heads, queries, rank], q_pe [batch, heads, queries, rope], kv_c [batch, keys, rank], k_pe
+    [batch, keys, rope]; mask as in `attention_weights`, None: nothing is hidden.
+    """
+    scores = q_latent @ kv_c[:, None].transpose(-1, -2)
+    if k_pe.shape[-1]:
+        scores = scores + q_pe @ k_pe[:, None].transpose(-1, -2)
+    return attention_weights(scores * scale, mask, softcap, sinks) @ kv_c[:, None]
+
+
+def expanded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of heads with keys and values of their own; all [batch, heads, tokens, width], result as `value`.
+
+    Without soft cap and sinks torch's fused kernel is used.
+    """
+    if softcap is None and sinks is None:
+        plain = mask is not None and mask.dim() == 2 and query.shape[-2] == key.shape[-2]  # made by `causal_mask`
+        return nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if plain else mask,
+            dropout_p=dropout,
+            is_causal=plain,
+            scale=scale,
+        )
+    weights = attention_weights(query @ key.transpose(-1, -2) * scale, mask, softcap, sinks)
+    return nn.functional.dropout(weights, dropout) @ value
