@@ -20,6 +20,7 @@ from mla_convert.options import Recipe, resolve
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
 if TYPE_CHECKING:
+    from mla_convert.absorb_model import describe
     from mla_convert.absorbed import absorb
     from mla_convert.convert import ConvertResult
     from mla_convert.demo import DemoResult
@@ -46,13 +47,14 @@ __all__ = [
     "absorb",
     "convert",
     "demo",
+    "describe",
     "evaluate",
     "finetune",
     "heal",
     "verify",
 ]
 
-_LAZY = {"absorb": "mla_convert.absorbed"}
+_LAZY = {"absorb": "mla_convert.absorbed", "describe": "mla_convert.absorb_model"}
 
 
 def _verb(name: str, recipe: Recipe) -> Any:
