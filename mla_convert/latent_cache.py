@@ -40,7 +40,8 @@ class LatentLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         assert self.buffer is not None and self.keys is not None and self.values is not None
         tokens, new, rank = self.keys.shape[2], key_states.shape[2], key_states.shape[3]
-        if not self._still_views(tokens):  # cropped, reordered, moved or repeated by transformers
+        locked = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
+        if locked or not self._still_views(tokens):  # reordered, moved or repeated by transformers
             self.buffer = torch.cat((self.keys, self.values), dim=-1)[:, 0]
         if tokens + new > self.buffer.shape[1]:
             room = tokens + new + max(_LEAST, (tokens + new) // _GROWTH)
@@ -73,8 +74,11 @@ class LatentLayer(DynamicLayer):
 
 
 def adopt(cache: Cache | None, layer_idx: int) -> None:
-    """Give a still empty, plain layer of a DynamicCache the latent layout; any other cache stays as it is."""
-    if type(cache) is not DynamicCache or cache.offloading or layer_idx < 0:
+    """Give a still empty, plain layer of a DynamicCache the latent layout; any other cache stays as it is.
+
+    Not where gradients are recorded or a graph is compiled: both want tensors that are never written again.
+    """
+    if type(cache) is not DynamicCache or cache.offloading or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     if cache.layer_class_to_replicate is DynamicLayer:
         while len(cache.layers) <= layer_idx:

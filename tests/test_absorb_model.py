@@ -246,6 +246,22 @@ def test_gradients_of_the_stock_path_remain() -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
+@pytest.mark.parametrize("shape", ["merged", "rank 18, query rank"])
+def test_gradients_of_an_evaluated_model_reach_every_weight(shape: str) -> None:
+    """One token at a time, which is absorbed where nothing is merged."""
+    grads = []
+    for absorbed in (False, True):
+        model, inputs, cache = tiny_deepseek(dtype=torch.float64, **SHAPES[shape]), prompts(1, 6), DynamicCache()
+        if absorbed:
+            mla_convert.absorb(model)
+        for at in range(6):
+            logits = model(inputs["input_ids"][:, at : at + 1], past_key_values=cache).logits
+        logits.square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for ours, theirs in zip(*grads, strict=True):
+        assert ours is not None and relative(ours, theirs) <= 1e-5  # measured 2e-7: norms and their gradients are fp32
+
+
 def test_restored_model_is_the_stock_one_and_saves_the_same_files(tmp_path: Any) -> None:
     model, inputs = tiny_deepseek(**SHAPES["merged"]), prompts(2, 9)
     before, names = model(**inputs).logits, set(model.state_dict())

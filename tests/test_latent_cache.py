@@ -68,6 +68,29 @@ def test_items_cropped_and_continued_do_not_touch_what_was_handed_out() -> None:
     assert layer.get_seq_length() == 7 and torch.equal(layer.keys[:, :, :5], kept)
 
 
+def test_states_of_inference_mode_are_continued_outside_of_it() -> None:
+    layer = LatentLayer()
+    with torch.inference_mode():
+        layer.update(torch.ones(1, 1, 9, 7), torch.ones(1, 1, 9, 4))
+    layer.update(torch.ones(1, 1, 1, 7), torch.ones(1, 1, 1, 4))
+    assert layer.get_seq_length() == 10 and (layer.keys == 1).all() and (layer.values == 1).all()
+
+
+def test_a_cache_under_gradients_stays_as_it_is() -> None:
+    """Decoding twice and going back through both: tensors written in place would raise."""
+    from tiny_deepseek import prompts, tiny_deepseek
+
+    from mla_convert import absorb
+
+    model, cache, inputs = absorb(tiny_deepseek()), DynamicCache(), prompts(1, 9)
+    first = model(inputs["input_ids"][:, :8], past_key_values=cache).logits
+    second = model(inputs["input_ids"][:, 8:], past_key_values=cache).logits
+    (first.sum() + second.sum()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert [type(layer) for layer in cache.layers] == [DynamicLayer, DynamicLayer]
+
+
+@torch.no_grad()
 def test_only_plain_empty_dynamic_layers_are_replaced() -> None:
     cache = DynamicCache()
     adopt(cache, 1)
@@ -86,6 +109,7 @@ def test_only_plain_empty_dynamic_layers_are_replaced() -> None:
     assert not other.layers
 
 
+@torch.no_grad()
 def test_a_static_cache_stays_what_it_is() -> None:
     from tiny_deepseek import tiny_deepseek
 
