@@ -54,8 +54,8 @@ class BenchRecipe(Recipe):
         if (self.shape is not None) != (ranks[0] is not None) or (ranks[0] is None) != (ranks[1] is None):
             raise BadOption(
                 f"shape={self.shape}, kv_lora_rank={ranks[0]}, qk_rope_head_dim={ranks[1]}: a shape is converted to "
-                "both ranks, checkpoints have their own; give all three (e.g. --kv-lora-rank 512 --qk-rope-head-dim 64) "
-                "or none"
+                "both ranks, checkpoints have their own; give all three, e.g. "
+                "--kv-lora-rank 512 --qk-rope-head-dim 64, or none"
             )
         if ranks[1] is not None and ranks[1] % 2:
             raise BadOption(f"qk_rope_head_dim={self.qk_rope_head_dim} is odd, but dimensions rotate in pairs")

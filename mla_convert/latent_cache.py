@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 _GROWTH = 32  # a full buffer grows by this fraction of its tokens,
-_LEAST = 16  # or by so many
+_LEAST = 16  # or by so many;
+_PAGE = 64  # on a GPU to whole pages, which FlashMLA wants
 
 
 class LatentLayer(DynamicLayer):
@@ -45,6 +46,7 @@ class LatentLayer(DynamicLayer):
             self.buffer = torch.cat((self.keys, self.values), dim=-1)[:, 0]
         if tokens + new > self.buffer.shape[1]:
             room = tokens + new + max(_LEAST, (tokens + new) // _GROWTH)
+            room = -(-room // _PAGE) * _PAGE if self.buffer.is_cuda else room
             grown = self.buffer.new_empty(self.buffer.shape[0], room, self.buffer.shape[2])
             grown[:, :tokens] = self.buffer[:, :tokens]
             self.buffer = grown
