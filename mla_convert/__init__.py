@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mla_convert.evaluate import EvalResult
     from mla_convert.finetune import FinetuneResult
     from mla_convert.heal import HealResult
+    from mla_convert.quantised_cache import QuantisedLatentCache
     from mla_convert.verify import VerifyResult
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "FinetuneRecipe",
     "HealRecipe",
     "MlaConvertError",
+    "QuantisedLatentCache",
     "TargetExists",
     "UnsupportedSource",
     "VerifyRecipe",
@@ -58,7 +60,11 @@ __all__ = [
     "verify",
 ]
 
-_LAZY = {"absorb": "mla_convert.absorbed", "describe": "mla_convert.absorb_model"}
+_LAZY = {
+    "QuantisedLatentCache": "mla_convert.quantised_cache",
+    "absorb": "mla_convert.absorbed",
+    "describe": "mla_convert.absorb_model",
+}
 
 
 def _verb(name: str, recipe: Recipe) -> Any:

@@ -25,6 +25,7 @@ from mla_convert.attention import latent_attention
 from mla_convert.attention.dispatch import BACKENDS
 from mla_convert.errors import BadOption, UnsupportedSource
 from mla_convert.latent_cache import adopt
+from mla_convert.quantised_cache import QuantisedLatentLayer
 
 logger = logging.getLogger(__name__)
 
@@ -73,16 +74,24 @@ class AbsorbedAttention(nn.Module):
         if not self._absorbs(hidden_states, cache, mask, bound):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         query, q_pe, kv_c, k_pe = self._project(hidden_states, bound["position_embeddings"])
-        if cache is not None:
-            kv_c, k_pe = cache.update(kv_c[:, None], k_pe[:, None], self.layer_idx)
-            kv_c, k_pe = kv_c[:, 0], k_pe[:, 0]
+        context = self._attend(query, q_pe, kv_c, k_pe, cache, mask)
+        return self._output(context), None
+
+    def _attend(self, query: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Any, mask: Any) -> Tensor:
+        """Cache the new tokens; the context [batch, heads, tokens, rank] of `_project`'s queries."""
+        layer = cache.layers[self.layer_idx] if cache is not None and self.layer_idx < len(cache.layers) else None
+        if isinstance(layer, QuantisedLatentLayer):
+            layer.append(kv_c[:, None], k_pe[:, None])
+        elif cache is not None:
+            kv_c, k_pe = (states[:, 0] for states in cache.update(kv_c[:, None], k_pe[:, None], self.layer_idx))
         q_latent = query if self.merged_q is not None else _per_head(query, self._up()[0])
         queries = q_latent.shape[2]
         if mask is None and queries > 1:  # transformers' meaning of no mask: causal from the first cached token on
             kv_c, k_pe = kv_c[:, :queries], k_pe[:, :queries]
             mask = torch.ones(queries, queries, dtype=torch.bool, device=kv_c.device).tril()
-        context = latent_attention(q_latent, q_pe, kv_c, k_pe, self.scaling, mask=mask, backend=self.attention_backend)
-        return self._output(context), None
+        if isinstance(layer, QuantisedLatentLayer):
+            return layer.attend(q_latent, q_pe, self.scaling, mask, self.attention_backend)
+        return latent_attention(q_latent, q_pe, kv_c, k_pe, self.scaling, mask, backend=self.attention_backend)
 
     def train(self, mode: bool = True) -> "AbsorbedAttention":
         """As nn.Module's; merged matrices go when training starts and are made of the new weights when it ends."""

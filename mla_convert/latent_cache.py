@@ -17,6 +17,12 @@ _LEAST = 16  # or by so many;
 _PAGE = 64  # on a GPU to whole pages, which FlashMLA wants
 
 
+def room_for(tokens: int, device: torch.device) -> int:
+    """Rows of a buffer that must hold `tokens` now and more later."""
+    room = tokens + max(_LEAST, tokens // _GROWTH)
+    return -(-room // _PAGE) * _PAGE if device.type == "cuda" else room
+
+
 class LatentLayer(DynamicLayer):
     """A dynamic cache layer over one buffer [batch, capacity, kv_lora_rank + qk_rope_head_dim].
 
@@ -45,8 +51,7 @@ class LatentLayer(DynamicLayer):
         if locked or not self._still_views(tokens):  # reordered, moved or repeated by transformers
             self.buffer = torch.cat((self.keys, self.values), dim=-1)[:, 0]
         if tokens + new > self.buffer.shape[1]:
-            room = tokens + new + max(_LEAST, (tokens + new) // _GROWTH)
-            room = -(-room // _PAGE) * _PAGE if self.buffer.is_cuda else room
+            room = room_for(tokens + new, self.buffer.device)
             grown = self.buffer.new_empty(self.buffer.shape[0], room, self.buffer.shape[2])
             grown[:, :tokens] = self.buffer[:, :tokens]
             self.buffer = grown

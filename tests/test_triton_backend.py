@@ -138,13 +138,11 @@ def test_pages_in_any_order_with_poison_everywhere_else(page: int) -> None:
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 def test_scaled_latents(stored: torch.dtype) -> None:
     """The kernel dequantises what it loads: equal to the formula on the dequantised latents."""
-    from mla_convert.attention.triton_backend import attend_scaled
-
     given = arguments(dtype=torch.float32)
     scales = given["kv_c"].abs().amax(-1) / (127 if stored == torch.int8 else 448)
     scaled = given["kv_c"] / scales[..., None]
     kept = scaled.round().to(stored) if stored == torch.int8 else scaled.to(stored)
-    out = attend_scaled(Problem(**given | {"kv_c": kept}), scales, tiles(slices=2))
+    out = run(given | {"kv_c": kept, "scales": scales}, slices=2)
     meant = given | {"kv_c": kept.double() * scales[..., None].double()}
     assert relative(out, formula(**meant)) <= BOUNDS[torch.float32]
     assert relative(out, formula(**given)) > 1e-4  # negative control: quantising is no identity

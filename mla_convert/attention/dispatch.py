@@ -45,10 +45,11 @@ def latent_attention(
             return attend(Problem(q_latent, q_pe, kv_c, k_pe, scale, mask, softcap, sinks))
         result: Tensor = latent_attention_op(q_latent, q_pe, kv_c, k_pe, scale, mask, softcap, sinks, backend)
         return result
-    return _attend(Problem(q_latent, q_pe, kv_c, k_pe, scale, mask, softcap, sinks), backend)
+    return run(Problem(q_latent, q_pe, kv_c, k_pe, scale, mask, softcap, sinks), backend)
 
 
-def _attend(problem: Problem, backend: str) -> Tensor:
+def run(problem: Problem, backend: str) -> Tensor:
+    """Attention by the backend that fits."""
     name = backend_for(problem, backend)
     attend: Callable[[Problem], Tensor] = importlib.import_module(f"mla_convert.attention.{name}_backend").attend
     return attend(problem)
@@ -67,7 +68,7 @@ def latent_attention_op(
     backend: str,
 ) -> Tensor:
     """`latent_attention` as one operator for torch.compile and torch.export; not differentiable."""
-    return _attend(Problem(q_latent, q_pe, kv_c, k_pe, scale, mask, softcap, sinks), backend).clone()
+    return run(Problem(q_latent, q_pe, kv_c, k_pe, scale, mask, softcap, sinks), backend).clone()
 
 
 @latent_attention_op.register_fake

@@ -21,6 +21,8 @@ def refusal(problem: Problem) -> str:
         return f"its kernel is for {_RANK} + {_ROPE}, this cache is {rank} + {rope}"
     if problem.q_latent.dtype not in (torch.bfloat16, torch.float16):
         return f"{problem.q_latent.dtype} is neither bfloat16 nor float16"
+    if problem.kv_c.dtype != problem.q_latent.dtype:
+        return f"the cache is stored as {problem.kv_c.dtype}"
     if problem.mask is not None or problem.softcap is not None or problem.sinks is not None:
         return "it takes no mask, softcap or sinks"
     if problem.needs_grad:

@@ -11,7 +11,11 @@ from mla_convert.errors import BadOption
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The arguments of `latent_attention`, checked; see there for shapes. sinks is [num_heads] or None."""
+    """The arguments of `latent_attention`, checked; see there for shapes. sinks is [num_heads] or None.
+
+    kv_c may be stored in another type than q_latent (int8, fp8); token s of sequence b then means
+    scales[b, s] kv_c[b, s], or kv_c itself without scales.
+    """
 
     q_latent: Float[Tensor, "batch num_heads queries kv_lora_rank"]
     q_pe: Float[Tensor, "batch num_heads queries qk_rope_head_dim"]
@@ -21,6 +25,7 @@ class Problem:
     mask: Tensor | None = None
     softcap: float | None = None
     sinks: Float[Tensor, " num_heads"] | None = None
+    scales: Float[Tensor, "batch tokens"] | None = None
 
     def __post_init__(self) -> None:
         batch, heads, queries, rank = self.q_latent.shape
@@ -43,6 +48,8 @@ class Problem:
             )
         if self.sinks is not None and tuple(self.sinks.shape) != (heads,):
             raise BadOption(f"sinks has shape {list(self.sinks.shape)}; give one number per head, [{heads}]")
+        if self.scales is not None and tuple(self.scales.shape) != (batch, tokens):
+            raise BadOption(f"scales has shape {list(self.scales.shape)}; give one per token, {[batch, tokens]}")
         if self.softcap is not None and self.softcap <= 0:
             raise BadOption(f"softcap={self.softcap} must be above 0, or None for no cap")
 
@@ -50,6 +57,13 @@ class Problem:
     def accumulate(self) -> torch.dtype:
         """Type of sums: fp64 stays, everything else is fp32."""
         return torch.float64 if self.q_latent.dtype == torch.float64 else torch.float32
+
+    def latents(self, start: int, stop: int) -> Float[Tensor, "batch block kv_lora_rank"]:
+        """Tokens start..stop of kv_c in the type of q_latent, scaled."""
+        block = self.kv_c[:, start:stop]
+        if self.scales is not None:
+            block = block.to(self.accumulate) * self.scales[:, start:stop, None].to(self.accumulate)
+        return block.to(self.q_latent.dtype)
 
     @property
     def needs_grad(self) -> bool:

@@ -45,39 +45,38 @@ def _blocks(problem: Problem, block: int, first: int, last: int) -> Tensor:
     rows, dtype, acc = heads * queries, problem.q_latent.dtype, problem.accumulate
     key = joined(problem.kv_c, problem.k_pe)
     q_latent, q_pe = problem.q_latent[:, :, first:last], problem.q_pe[:, :, first:last]
-    if key is not None:
-        pairs = [(torch.cat((q_latent, q_pe), dim=-1).reshape(batch, rows, -1), key)]
-    else:
-        pairs = [
-            (q_latent.reshape(batch, rows, rank), problem.kv_c),
-            (q_pe.reshape(batch, rows, -1), problem.k_pe),
-        ]
+    query = torch.cat((q_latent, q_pe), dim=-1).reshape(batch, rows, -1)
     contexts, sums = [], []
     for start in range(0, tokens, block):
         stop = min(start + block, tokens)
-        scores = _scores(pairs, start, stop, problem.scale)
+        latents = problem.latents(start, stop)
+        if key is not None:
+            pairs = [(query, key[:, start:stop])]
+        else:
+            pairs = [(query[..., :rank], latents), (query[..., rank:], problem.k_pe[:, start:stop].to(dtype))]
+        scores = _scores(pairs, problem.scale)
         if problem.softcap is not None or problem.mask is not None:
             scores = _cap_and_mask(problem, scores, slice(first, last), slice(start, stop))
         weights, lse = _softmax(scores, acc, blind_rows=problem.mask is not None)
         sums.append(lse)
-        contexts.append(torch.bmm(weights.to(dtype), problem.kv_c[:, start:stop]))
+        contexts.append(torch.bmm(weights.to(dtype), latents))
     return _together(problem, contexts, sums).view(batch, heads, queries, rank).to(dtype)
 
 
-def _scores(pairs: list[tuple[Tensor, Tensor]], start: int, stop: int, scale: float) -> Tensor:
-    """scale * sum of the products of queries [batch, rows, w] with keys [batch, start:stop, w]."""
+def _scores(pairs: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+    """scale * sum of the products of queries [batch, rows, w] with keys [batch, block, w]."""
     first, *_ = pairs
     batch, rows = first[0].shape[:2]
-    out = first[0].new_empty(batch, rows, stop - start)
+    out = first[0].new_empty(batch, rows, first[1].shape[1])
     # A batched product of a transposed bf16 key whose items do not lie back to back copies it first (4 times slower).
     single = batch == 1 or (out.dtype != torch.float32 and out.device.type == "cpu")
     for index, (query, key) in enumerate(pairs):
         beta = int(index > 0)
         if single:
             for item in range(batch):
-                torch.addmm(out[item], query[item], key[item, start:stop].T, beta=beta, alpha=scale, out=out[item])
+                torch.addmm(out[item], query[item], key[item].T, beta=beta, alpha=scale, out=out[item])
         else:
-            torch.baddbmm(out, query, key[:, start:stop].mT, beta=beta, alpha=scale, out=out)
+            torch.baddbmm(out, query, key.mT, beta=beta, alpha=scale, out=out)
     return out
 
 
@@ -129,8 +128,9 @@ def _whole(problem: Problem) -> Tensor:
     """The same in three differentiable steps, all tokens at once."""
     batch, heads, queries, rank = problem.q_latent.shape
     rows, tokens, acc = heads * queries, problem.kv_c.shape[1], problem.accumulate
-    scores = problem.q_latent.reshape(batch, rows, rank) @ problem.kv_c.mT
-    scores = (scores + problem.q_pe.reshape(batch, rows, -1) @ problem.k_pe.mT).to(acc) * problem.scale
+    latents, k_pe = problem.latents(0, tokens), problem.k_pe.to(problem.q_latent.dtype)
+    scores = problem.q_latent.reshape(batch, rows, rank) @ latents.mT
+    scores = (scores + problem.q_pe.reshape(batch, rows, -1) @ k_pe.mT).to(acc) * problem.scale
     if problem.softcap is not None or problem.mask is not None:
         scores = _cap_and_mask(problem, scores, slice(None), slice(None))
     if problem.sinks is not None:
@@ -142,5 +142,5 @@ def _whole(problem: Problem) -> Tensor:
         weights = torch.softmax(scores, dim=-1).masked_fill(blind, 0)
     else:
         weights = torch.softmax(scores, dim=-1)
-    context = weights[..., :tokens].to(problem.q_latent.dtype) @ problem.kv_c
+    context = weights[..., :tokens].to(problem.q_latent.dtype) @ latents
     return context.view(batch, heads, queries, rank)

@@ -55,14 +55,8 @@ def refusal(problem: Problem) -> str:
 
 
 def attend(problem: Problem, tiles: Tiles | None = None) -> Tensor:
-    """The context [batch, heads, queries, kv_lora_rank] over a dense cache."""
-    tokens = problem.kv_c.shape[1]
-    return _run(problem, problem.kv_c, problem.k_pe, tokens, tiles=tiles)
-
-
-def attend_scaled(problem: Problem, scales: Float[Tensor, "batch tokens"], tiles: Tiles | None = None) -> Tensor:
-    """As `attend`, for latents stored as int8 or fp8: token s of sequence b means scales[b, s] kv_c[b, s]."""
-    return _run(problem, problem.kv_c, problem.k_pe, problem.kv_c.shape[1], scales=scales, tiles=tiles)
+    """The context [batch, heads, queries, kv_lora_rank] over a dense cache, which may be stored in int8 or fp8."""
+    return _run(problem, problem.kv_c, problem.k_pe, problem.kv_c.shape[1], tiles=tiles)
 
 
 def attend_paged(
@@ -87,7 +81,7 @@ def attend_paged(
 
 def _run(
     problem: Problem, kv_c: Tensor, k_pe: Tensor, tokens: int, *,
-    pages: Pages | None = None, scales: Tensor | None = None, tiles: Tiles | None = None,
+    pages: Pages | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     from mla_convert.attention import triton_kernels  # here, because triton may be missing
 
@@ -98,6 +92,7 @@ def _run(
     cut = tiles or tiles_for(batch, rows, tokens, rank, q_latent)
     slice_tokens = cut.tokens * -(-tokens // (cut.slices * cut.tokens))
     parts = max(1, -(-tokens // max(slice_tokens, 1)))
+    scales = problem.scales
     kind, mask, mask_strides = _mask(problem)
     partial = torch.empty(batch, parts, rows, rank, dtype=torch.float32, device=device)
     lse = torch.empty(batch, parts, rows, dtype=torch.float32, device=device)
