@@ -39,11 +39,10 @@ class Limits:
     copy: float
     product: float
 
-    def seconds(self, sizes: Sizes, batch: int, tokens: int, itemsize: int) -> tuple[float, str]:
-        """The least time of one layer's attention over the cache, and what sets it: memory or arithmetic."""
-        numbers = batch * tokens * sizes.numbers + sizes.projected
+    def seconds(self, sizes: Sizes, batch: int, tokens: int, itemsize: int, cached: int) -> tuple[float, str]:
+        """The least time of one layer's attention over `cached` bytes, and what sets it: memory or arithmetic."""
         operations = 2 * batch * (tokens * sizes.multiplications + sizes.projected)
-        memory, arithmetic = numbers * itemsize / self.copy, operations / self.product
+        memory, arithmetic = (cached + sizes.projected * itemsize) / self.copy, operations / self.product
         return max(memory, arithmetic), "memory" if memory >= arithmetic else "arithmetic"
 
 
@@ -108,10 +107,12 @@ def bench(recipe: BenchRecipe) -> BenchResult:
     device, dtype = resolve_device(recipe.device), resolve_dtype(recipe.dtype)
     contexts, batches = counts("context", recipe.context), counts("batch", recipe.batch)
     _check_targets(recipe)
+    latent = [("expanded", "auto"), ("absorbed", "auto")]
+    latent += [] if recipe.cache_dtype == "auto" else [("absorbed", recipe.cache_dtype)]
     decoders = [
-        Decoder(name if variant == "source" else f"{name}, {variant}", model, variant)
+        Decoder(name, model, variant, cache_dtype)
         for name, model in named_models(recipe, dtype, device)
-        for variant in (("expanded", "absorbed") if sizes_of(model).latent else ("source",))
+        for variant, cache_dtype in (latent if sizes_of(model).latent else [("source", "auto")])
     ]
     memory = size_in_bytes(recipe.memory) if recipe.memory else _total_memory(device)
     before = measure_limits(dtype, device)
@@ -180,7 +181,8 @@ def _cells(
             decoder.name, context, batch, fits=bool(timed_steps), largest_batch=_fitting(decoder, context, memory)
         )
         if timed_steps:
-            limit, bound = limits.seconds(decoder.sizes, batch, context, decoder.dtype.itemsize)
+            cached = decoder.formula() // decoder.sizes.layers
+            limit, bound = limits.seconds(decoder.sizes, batch, context, decoder.dtype.itemsize, cached)
             cell = dataclasses.replace(
                 cell,
                 step=_median(timed_steps, "step"),

@@ -40,6 +40,11 @@ class BenchRecipe(Recipe):
     memory: str | None = option(
         "Memory for which the largest batch is worked out, e.g. 80GiB; by default the device's.", None
     )
+    cache_dtype: str = option(
+        "Also time the absorbed variant with latents kept in one byte: int8 or fp8 (e4m3), one scale per token.",
+        "auto",
+        choices=("auto", "int8", "fp8"),
+    )
     dtype: str = option("Compute type: float32 or bfloat16.", "float32", choices=("float32", "bfloat16"))
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
     seed: int = option("Seed of random weights and cache contents.", 0, at_least=0)

@@ -15,6 +15,7 @@ from mla_convert.absorb_model import absorb_model, restore
 from mla_convert.bench_models import sizes_of
 from mla_convert.latent_cache import LatentLayer
 from mla_convert.measure import peak_rss
+from mla_convert.quantised_cache import QuantisedLatentCache
 
 _BLOCK = 1024  # random tokens that are repeated to fill a cache
 
@@ -29,10 +30,14 @@ class Seconds:
 
 
 class Decoder:
-    """A variant: "source", "expanded" (transformers' own latent attention) or "absorbed"."""
+    """A variant: "source", "expanded" (transformers' own latent attention) or "absorbed"; cache_dtype int8 or fp8:
+    absorbed with a quantised cache.
+    """
 
-    def __init__(self, name: str, model: Any, variant: str) -> None:
-        self.name, self.model, self.variant = name, model, variant
+    def __init__(self, name: str, model: Any, variant: str, cache_dtype: str = "auto") -> None:
+        self.model, self.variant, self.cache_dtype = model, variant, cache_dtype
+        said = [name, *([] if variant == "source" else [variant]), *([] if cache_dtype == "auto" else [cache_dtype])]
+        self.name = ", ".join(said)
         self.sizes = sizes_of(model)
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
@@ -48,8 +53,8 @@ class Decoder:
 
     def need(self, context: int, batch: int) -> int:
         """Bytes of the cache, by its formula, and of `scratch`; a concatenated cache is there twice for a moment."""
-        one_layer = batch * context * self.sizes.numbers * int(self.dtype.itemsize)
-        return batch * self._formula(context) + one_layer + self.scratch(context, batch)
+        cache = batch * self._formula(context)
+        return cache + cache // self.sizes.layers + self.scratch(context, batch)
 
     def fill(self, context: int, batch: int, seed: int) -> None:
         """A cache of `context` random tokens per sequence."""
@@ -62,7 +67,11 @@ class Decoder:
             else:
                 heads = config.num_key_value_heads
                 shapes = [(batch, heads, context, self.sizes.numbers // (2 * heads))] * 2
-            self.cache.update(*(self._random(shape, gen) for shape in shapes), index)
+            states = [self._random(shape, gen) for shape in shapes]
+            if self.cache_dtype == "auto":
+                self.cache.update(*states, index)
+            else:  # without the dequantised copy that update returns
+                self.cache.layers[index].append(*states)
 
     def _random(self, shape: tuple[int, ...], gen: torch.Generator) -> torch.Tensor:
         batch, heads, tokens, width = shape
@@ -71,6 +80,8 @@ class Decoder:
         return repeated.expand(batch, -1, -1, -1)
 
     def _new_cache(self) -> Any:
+        if self.cache_dtype != "auto":
+            return QuantisedLatentCache(self.model.config, self.cache_dtype)
         cache = DynamicCache(config=self.model.config)
         if self.variant == "absorbed":
             cache.layers = [LatentLayer() for _ in cache.layers]
@@ -104,7 +115,7 @@ class Decoder:
         """Bytes of the storages the cache really holds."""
         held = {}
         for layer in self.cache.layers:
-            for value in vars(layer).values():
+            for value in [*vars(layer).values(), *getattr(layer, "rows", [])]:
                 if isinstance(value, torch.Tensor) and value.numel() > 1:
                     held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         return sum(held.values())
@@ -120,6 +131,8 @@ class Decoder:
             torch.cuda.empty_cache()
 
     def _formula(self, tokens: int) -> int:
+        if self.cache_dtype != "auto":
+            return QuantisedLatentCache(self.model.config, self.cache_dtype).formula(1, tokens)
         return self.sizes.cache_bytes(tokens, self.dtype.itemsize)
 
     def _batch(self) -> int:
@@ -147,11 +160,12 @@ class _Clock:
     """Marks the ends of the attention modules, the cache update and the start of the output projection."""
 
     def __init__(self, model: nn.Module, cache: Any, device: torch.device) -> None:
-        self._device, self._cache = device, cache
+        self._device = device
         self._marks: dict[str, list[Any]] = {"in": [], "cached": [], "projected": [], "out": []}
         self._hooks: list[Any] = []
-        self._update = cache.update
-        cache.update = self._timed_update
+        self._wrapped = [layer for layer in cache.layers if hasattr(layer, "append")] or [cache]
+        for each in self._wrapped:
+            self._wrap(each, "append" if each is not cache else "update")
         attentions = [m for name, m in model.named_modules() if name.endswith("self_attn")]
         for attention in attentions:
             self._hooks += [
@@ -160,10 +174,15 @@ class _Clock:
                 attention.register_forward_hook(lambda *_: self._mark("out")),
             ]
 
-    def _timed_update(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._update(*args, **kwargs)
-        self._mark("cached")
-        return result
+    def _wrap(self, each: Any, method: str) -> None:
+        inner = getattr(each, method)
+
+        def timed_update(*args: Any, **kwargs: Any) -> Any:
+            result = inner(*args, **kwargs)
+            self._mark("cached")
+            return result
+
+        setattr(each, method, timed_update)
 
     def _mark(self, name: str) -> None:
         if self._device.type == "cuda":
@@ -191,6 +210,8 @@ class _Clock:
 
     def remove(self) -> None:
         """Take the hooks and the wrapped update away."""
-        del self._cache.update
+        for each in self._wrapped:
+            vars(each).pop("update", None)
+            vars(each).pop("append", None)
         for hook in self._hooks:
             hook.remove()

@@ -64,6 +64,15 @@ def test_every_variant_is_timed_at_every_context_and_batch(shape: str, tmp_path:
     assert written["environment"]["versions"]["torch"] and (tmp_path / "out.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_a_quantised_cache_is_one_more_variant(shape: str, kept: str) -> None:
+    result = small(shape, context="33", batch="2", cache_dtype=kept)
+    assert [c.variant.split("), ")[-1] for c in result.cells][1:] == ["expanded", "absorbed", f"absorbed, {kept}"]
+    *_, plain, quantised = result.cells
+    assert quantised.cache_formula == 2 * 2 * 33 * (14 + 2 * 6 + 4) and plain.cache_formula == 2 * 2 * 33 * 20 * 4
+    assert quantised.core and quantised.attention and quantised.attention > quantised.core
+
+
 def test_the_largest_batch_is_what_fits_beside_the_weights(shape: str) -> None:
     """One sequence needs its cache and one layer's once more; expanded keys and values come on top."""
     result = small(shape, context="16", batch="1", memory="2M")
@@ -124,6 +133,8 @@ def test_the_clock_tells_the_parts_apart() -> None:
             return self.o_proj(x)
 
     class Cache:
+        layers: list[Any] = []  # noqa: RUF012
+
         def update(self) -> None:
             pass
 
@@ -154,9 +165,9 @@ def test_limits_take_the_larger_of_bytes_and_operations() -> None:
         sizes = sizes_of(AutoModelForCausalLM.from_config(config))
     assert (sizes.numbers, sizes.multiplications, sizes.projected) == (576, 32 * 1088, 32 * 512 * 256)
     numbers, operations = 16384 * 576 + 32 * 512 * 256, 2 * (16384 * 32 * 1088 + 32 * 512 * 256)
-    slow_memory = Limits(copy=1e9, product=1e15).seconds(sizes, 1, 16384, 2)
+    slow_memory = Limits(copy=1e9, product=1e15).seconds(sizes, 1, 16384, 2, 16384 * 576 * 2)
     assert slow_memory == (pytest.approx(2 * numbers / 1e9), "memory")
-    slow_arithmetic = Limits(copy=1e15, product=1e9).seconds(sizes, 1, 16384, 2)
+    slow_arithmetic = Limits(copy=1e15, product=1e9).seconds(sizes, 1, 16384, 2, 16384 * 576 * 2)
     assert slow_arithmetic == (pytest.approx(operations / 1e9), "arithmetic")
 
 
