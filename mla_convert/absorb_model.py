@@ -71,7 +71,7 @@ class AbsorbedAttention(nn.Module):
         cache = bound.get("cache", bound.get("past_key_values"))
         mask = bound.get("attention_mask")
         adopt(cache, self.layer_idx)
-        if not self._absorbs(hidden_states, cache, mask, bound):
+        if not self._absorbs(hidden_states, mask, bound):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         query, q_pe, kv_c, k_pe = self._project(hidden_states, bound["position_embeddings"])
         context = self._attend(query, q_pe, kv_c, k_pe, cache, mask)
@@ -124,7 +124,7 @@ class AbsorbedAttention(nn.Module):
         w_o: Tensor = self.o_proj.weight.unflatten(1, (-1, self.v_head_dim)).transpose(0, 1)
         return (w_o @ self._up()[1]).transpose(0, 1).flatten(1).contiguous()
 
-    def _absorbs(self, hidden_states: Tensor, cache: Any, mask: Any, bound: dict[str, Any]) -> bool:
+    def _absorbs(self, hidden_states: Tensor, mask: Any, bound: dict[str, Any]) -> bool:
         wants_weights = bound.get("output_attentions") or getattr(self.config, "output_attentions", False)
         if self.training or wants_weights or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
             return False
@@ -133,7 +133,7 @@ class AbsorbedAttention(nn.Module):
         if merged and torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             return False
         queries = hidden_states.shape[1]
-        tokens = queries if cache is None else cache.get_mask_sizes(queries, self.layer_idx)[0]
+        tokens = queries if mask is None else mask.shape[-1]  # no mask: a first prompt, or a single query
         return self.absorption.absorbs(queries, tokens, hidden_states.shape[0])
 
     def _project(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

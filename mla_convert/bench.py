@@ -232,12 +232,13 @@ def _lines(path: str) -> list[str]:
 
 
 def _check_targets(recipe: BenchRecipe) -> None:
-    from mla_convert.evaluate import PICTURES
-
     for target in (recipe.json, recipe.plot):
         if target is not None and not Path(target).expanduser().absolute().parent.is_dir():
             raise BadOption(f"{target}: its folder does not exist; create it first")
         if target is not None and Path(target).expanduser().is_dir():
             raise BadOption(f"{target} is a folder; name a file")
-    if recipe.plot is not None and Path(recipe.plot).suffix not in PICTURES:
-        raise BadOption(f"plot={recipe.plot}: the name must end in one of {', '.join(PICTURES)}")
+    if recipe.plot is not None:
+        from mla_convert.evaluate import PICTURES
+
+        if Path(recipe.plot).suffix not in PICTURES:
+            raise BadOption(f"plot={recipe.plot}: the name must end in one of {', '.join(PICTURES)}")

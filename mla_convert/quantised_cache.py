@@ -107,11 +107,9 @@ class QuantisedLatentLayer(DynamicLayer):
         return filled + (0 if self.channel_scales is None else self.channel_scales.nbytes)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        """Forget the last -tokens_to_remove tokens; a positive number is the length to keep (older transformers)."""
         if self.is_initialized:
-            self._show(self.tokens + tokens_to_remove)
+            self._show(min(self.tokens, tokens_to_remove) if tokens_to_remove > 0 else self.tokens + tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything, channel scales too."""

@@ -27,8 +27,8 @@ def slices_kernel(
 
     PAGE 0: sequence b starts at b * stride; else token s of it lies in page table[b, s // PAGE], row s % PAGE, and
     c_stride_b, k_stride_b are those of pages. MASK 1 is bool, 2 is added; SCALED: latents times scale[b, s]. EXACT:
-    fp32 products without TF32. WIDEN: bf16 products in fp32, which is the same; Triton's interpreter multiplies the
-    bit patterns of bf16.
+    fp32 products without TF32. WIDEN: bf16 products in fp32, which is the same (Triton's interpreter multiplies
+    the bit patterns of bf16).
     """
     batch = tl.program_id(2).to(tl.int64)
     part = tl.program_id(1)
@@ -61,9 +61,10 @@ def slices_kernel(
             c_row, k_row = batch * c_stride_b + token * c_stride_t, batch * k_stride_b + token * k_stride_t
         c = tl.load(c_ptr + c_row[:, None] + column[None, :], mask=there[:, None] & (column[None, :] < rank), other=0.0)
         k = tl.load(k_ptr + k_row[:, None] + turned[None, :], mask=there[:, None] & (turned[None, :] < rope), other=0.0)
-        c, k = c.to(q_ptr.dtype.element_ty), k.to(q_ptr.dtype.element_ty)
         if WIDEN:
             c, k = c.to(tl.float32), k.to(tl.float32)
+        else:
+            c, k = c.to(q_ptr.dtype.element_ty), k.to(q_ptr.dtype.element_ty)
         precision: tl.constexpr = "ieee" if EXACT else "tf32"
         score = tl.dot(q, tl.trans(c), input_precision=precision)
         if SCALED:
