@@ -14,6 +14,8 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 import mla_convert
+from mla_convert.bench_recipe import BenchRecipe
+from mla_convert.bench_report import print_bench
 from mla_convert.errors import MlaConvertError
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.flags import parameters_of, recipe_from_flags
@@ -113,6 +115,12 @@ def verify(recipe: VerifyRecipe) -> int:
 def evaluate(recipe: EvalRecipe) -> None:
     """Print perplexity, KL to the reference, top-1 agreement and cache bytes per token of each MODEL."""
     print_evaluation(mla_convert.evaluate(recipe))
+
+
+@command(BenchRecipe, "bench")
+def bench(recipe: BenchRecipe) -> None:
+    """Time decoding of each MODEL, or of random weights of a shape: source, expanded and absorbed."""
+    print_bench(mla_convert.bench(recipe))
 
 
 @command(DemoRecipe, "demo")

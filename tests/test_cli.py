@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import mla_convert
 from mla_convert import cli, flags
+from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.errors import BadCheckpoint, UnsupportedSource
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
@@ -24,6 +25,7 @@ RECIPES = {
     "finetune": FinetuneRecipe,
     "verify": VerifyRecipe,
     "eval": EvalRecipe,
+    "bench": BenchRecipe,
     "demo": DemoRecipe,
 }
 SIZE = ["--kv-lora-rank", "128", "--qk-rope-head-dim", "64"]

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import mla_convert
 from mla_convert import cli, flags
+from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
@@ -22,6 +23,7 @@ RECIPES = {
     "heal": HealRecipe,
     "verify": VerifyRecipe,
     "eval": EvalRecipe,
+    "bench": BenchRecipe,
     "demo": DemoRecipe,
 }
 
@@ -85,8 +87,8 @@ def test_the_readme_commands_run_in_order(smollm_shaped: Path, tmp_path: Path, m
         assert result.exit_code == 0, f"{arguments}: {result.output}"
         assert result.stdout
         ran.append(arguments[0])
-    assert ran == ["convert", "verify", "eval", "heal"]
-    for file in ("OUT/config.json", "OUT/conversion.json", "scores.json", "scores.png"):
+    assert ran == ["convert", "verify", "eval", "heal", "bench"]
+    for file in ("OUT/config.json", "OUT/conversion.json", "scores.json", "scores.png", "speed.json", "speed.png"):
         assert (tmp_path / file).stat().st_size > 0
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_convert
+from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.errors import BadOption, MlaConvertError
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.options import Recipe, merge, resolve
@@ -199,7 +200,7 @@ def test_the_shipped_recipes_load(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe_type", [ConvertRecipe, HealRecipe, FinetuneRecipe, VerifyRecipe, EvalRecipe, DemoRecipe]
+    "recipe_type", [ConvertRecipe, HealRecipe, FinetuneRecipe, VerifyRecipe, EvalRecipe, BenchRecipe, DemoRecipe]
 )
 def test_every_field_has_help_and_sizes_have_no_default(recipe_type: Any) -> None:
     for field in dataclasses.fields(recipe_type):
