@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists, UnsupportedSource
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.options import Recipe, resolve
+from mla_convert.plan_recipe import PlanRecipe
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mla_convert.evaluate import EvalResult
     from mla_convert.finetune import FinetuneResult
     from mla_convert.heal import HealResult
+    from mla_convert.plan import PlanResult
     from mla_convert.verify import VerifyResult
 
 __version__ = "0.1.0"
@@ -39,6 +41,7 @@ __all__ = [
     "FinetuneRecipe",
     "HealRecipe",
     "MlaConvertError",
+    "PlanRecipe",
     "TargetExists",
     "UnsupportedSource",
     "VerifyRecipe",
@@ -49,6 +52,7 @@ __all__ = [
     "evaluate",
     "finetune",
     "heal",
+    "plan",
     "verify",
 ]
 
@@ -58,6 +62,12 @@ _LAZY = {"absorb": "mla_convert.absorbed"}
 def _verb(name: str, recipe: Recipe) -> Any:
     # The recipe is checked before the module, and with it torch, is loaded.
     return getattr(importlib.import_module(f"mla_convert.{name}"), name)(recipe)
+
+
+def plan(recipe: PlanRecipe | None = None, **options: Any) -> "PlanResult":
+    """Say what a conversion would save and need; see PlanRecipe. Reads config and headers, no weights."""
+    result: PlanResult = _verb("plan", resolve(PlanRecipe, recipe, options))
+    return result
 
 
 def convert(recipe: ConvertRecipe | None = None, **options: Any) -> "ConvertResult":
@@ -106,7 +116,7 @@ class _Package(ModuleType):
     """Keeps `mla_convert.convert` the function: importing the submodule of that name would replace it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        verbs = ("convert", "heal", "finetune", "verify", "evaluate", "demo")
+        verbs = ("plan", "convert", "heal", "finetune", "verify", "evaluate", "demo")
         if not (isinstance(value, ModuleType) and name in verbs):
             super().__setattr__(name, value)
 

@@ -18,6 +18,8 @@ from mla_convert.errors import MlaConvertError
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.flags import parameters_of, recipe_from_flags
 from mla_convert.options import Recipe
+from mla_convert.plan_recipe import PlanRecipe
+from mla_convert.plan_report import print_plan
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 from mla_convert.report import print_evaluation, print_verification
 
@@ -81,6 +83,12 @@ def configure(
     logging.basicConfig(level=logging.WARNING, format="%(message)s", datefmt="%X", handlers=[handler], force=True)
     level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
     logging.getLogger("mla_convert").setLevel(level)
+
+
+@command(PlanRecipe, "plan")
+def plan(recipe: PlanRecipe) -> None:
+    """Say what a conversion of MODEL would save and what would serve it; reads its config, no weights."""
+    print_plan(mla_convert.plan(recipe))
 
 
 @command(ConvertRecipe, "convert")

@@ -16,9 +16,11 @@ import mla_convert
 from mla_convert import cli, flags
 from mla_convert.errors import BadCheckpoint, UnsupportedSource
 from mla_convert.finetune_recipe import FinetuneRecipe
+from mla_convert.plan_recipe import PlanRecipe
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
 RECIPES = {
+    "plan": PlanRecipe,
     "convert": ConvertRecipe,
     "heal": HealRecipe,
     "finetune": FinetuneRecipe,

@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 import mla_convert
 from mla_convert import cli, flags
 from mla_convert.finetune_recipe import FinetuneRecipe
+from mla_convert.plan_recipe import PlanRecipe
 from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECIPES = {
+    "plan": PlanRecipe,
     "finetune": FinetuneRecipe,
     "convert": ConvertRecipe,
     "heal": HealRecipe,
@@ -85,7 +87,7 @@ def test_the_readme_commands_run_in_order(smollm_shaped: Path, tmp_path: Path, m
         assert result.exit_code == 0, f"{arguments}: {result.output}"
         assert result.stdout
         ran.append(arguments[0])
-    assert ran == ["convert", "verify", "eval", "heal"]
+    assert ran == ["plan", "convert", "verify", "eval", "heal"]
     for file in ("OUT/config.json", "OUT/conversion.json", "scores.json", "scores.png"):
         assert (tmp_path / file).stat().st_size > 0
 
