@@ -18,7 +18,7 @@ from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, Target
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.options import Recipe, resolve
 from mla_convert.plan_recipe import PlanRecipe
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 
 if TYPE_CHECKING:
     from mla_convert.absorbed import absorb
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mla_convert.demo import DemoResult
     from mla_convert.evaluate import EvalResult
     from mla_convert.finetune import FinetuneResult
+    from mla_convert.harness import SuiteResult
     from mla_convert.heal import HealResult
     from mla_convert.plan import PlanResult
     from mla_convert.verify import VerifyResult
@@ -42,6 +43,7 @@ __all__ = [
     "HealRecipe",
     "MlaConvertError",
     "PlanRecipe",
+    "ReportRecipe",
     "TargetExists",
     "UnsupportedSource",
     "VerifyRecipe",
@@ -53,15 +55,17 @@ __all__ = [
     "finetune",
     "heal",
     "plan",
+    "run_suite",
     "verify",
+    "write_report",
 ]
 
 _LAZY = {"absorb": "mla_convert.absorbed"}
 
 
-def _verb(name: str, recipe: Recipe) -> Any:
+def _verb(name: str, recipe: Recipe, module: str | None = None) -> Any:
     # The recipe is checked before the module, and with it torch, is loaded.
-    return getattr(importlib.import_module(f"mla_convert.{name}"), name)(recipe)
+    return getattr(importlib.import_module(f"mla_convert.{module or name}"), name)(recipe)
 
 
 def plan(recipe: PlanRecipe | None = None, **options: Any) -> "PlanResult":
@@ -98,6 +102,18 @@ def evaluate(recipe: EvalRecipe | None = None, **options: Any) -> "EvalResult":
     """Measure perplexity, KL, agreement and cache bytes of checkpoints; see EvalRecipe."""
     result: EvalResult = _verb("evaluate", resolve(EvalRecipe, recipe, options))
     return result
+
+
+def run_suite(recipe: EvalRecipe | None = None, **options: Any) -> "SuiteResult":
+    """Measure everything that the suite of the recipe asks for; see EvalRecipe. Goes on where it was interrupted."""
+    result: SuiteResult = _verb("run_suite", resolve(EvalRecipe, recipe, options), "harness")
+    return result
+
+
+def write_report(recipe: ReportRecipe | None = None, **options: Any) -> dict[str, Any]:
+    """Tables and a page from the JSON files of `evaluate` with a suite; see ReportRecipe. Returns them as one."""
+    found: dict[str, Any] = _verb("write_report", resolve(ReportRecipe, recipe, options), "suite_report")
+    return found
 
 
 def demo(recipe: DemoRecipe | None = None, **options: Any) -> "DemoResult":

@@ -20,8 +20,9 @@ from mla_convert.flags import parameters_of, recipe_from_flags
 from mla_convert.options import Recipe
 from mla_convert.plan_recipe import PlanRecipe
 from mla_convert.plan_report import print_plan
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 from mla_convert.report import print_evaluation, print_verification
+from mla_convert.suite_report import print_suite
 
 app = typer.Typer(
     name="mla-convert",
@@ -119,8 +120,17 @@ def verify(recipe: VerifyRecipe) -> int:
 
 @command(EvalRecipe, "eval")
 def evaluate(recipe: EvalRecipe) -> None:
-    """Print perplexity, KL to the reference, top-1 agreement and cache bytes per token of each MODEL."""
-    print_evaluation(mla_convert.evaluate(recipe))
+    """Print perplexity, KL to the reference, top-1 and cache bytes per token of each MODEL, or all of a suite."""
+    if recipe.suite is None:
+        print_evaluation(mla_convert.evaluate(recipe))
+    else:
+        print_suite(mla_convert.run_suite(recipe).to_json())
+
+
+@command(ReportRecipe, "report")
+def write_report(recipe: ReportRecipe) -> None:
+    """Print the table of RESULT, JSON of `eval --suite`, and write it as a page or for a README."""
+    print_suite(mla_convert.write_report(recipe))
 
 
 @command(DemoRecipe, "demo")

@@ -74,6 +74,8 @@ def evaluate(recipe: EvalRecipe) -> EvalResult:
     output path is unusable or when the tokenizers of the models differ, BadCheckpoint when a model cannot be
     loaded.
     """
+    if recipe.suite is not None:
+        raise BadOption(f"suite={recipe.suite}: call mla_convert.run_suite with this recipe")
     device, dtype = resolve_device(recipe.device), resolve_dtype(recipe.dtype)
     report.check_targets(recipe.json, recipe.plot)
     documents = read_documents(recipe.eval_data, part="eval")
