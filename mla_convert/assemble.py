@@ -1,6 +1,7 @@
 """One source layer to one latent layer: RoPE step, factor step, and the metrics that tell methods apart."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mla_convert.calibrate import LayerMoments
-from mla_convert.factor import SWEEPS, Block, Factors, factor, weight_svd
+from mla_convert.factor import SWEEPS, Block, Factors, factor, losses_by_rank, weight_svd
 from mla_convert.families import SourceSpec
 from mla_convert.layer import MLALayer
 from mla_convert.rope import RopePlan, RopeSplit, mean_rotation, split_rope
@@ -71,6 +72,25 @@ def assemble(
         start=found.losses[0] / energy,
         end=min(found.losses) / energy,
     )
+
+
+def predict(
+    source: SourceAttention,
+    moments: LayerMoments | None,
+    spec: SourceSpec,
+    plan: RopePlan,
+    ranks: Sequence[int],
+    method: str,
+) -> dict[int, float]:
+    """What the layer would lose at each of `ranks` (of the latent) beside the slots of `plan`: the `total` of the
+    LayerReport that `assemble` gives without sweeps. One decomposition serves all ranks; nothing is converted.
+    """
+    split = _split(source, moments, spec, plan, method)
+    blocks, covariance = _blocks(source, split, moments, spec, method)
+    lost = losses_by_rank(blocks, ranks, None if moments is None else covariance)
+    energy = 1.0 if moments is None else math.exp(moments.log_energy.item() / moments.tokens)
+    rope = split.cost * spec.softmax_scale**2 / energy
+    return {rank: rope + loss / energy for rank, loss in lost.items()}
 
 
 def _split(

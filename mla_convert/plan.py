@@ -6,7 +6,7 @@ import dataclasses
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mla_convert
 from mla_convert import report
@@ -15,12 +15,15 @@ from mla_convert.cache_plan import Costs, Kind, Rank, Serving, costs, kinds, pla
 from mla_convert.engines import Verdict, checklist, stock_obstacles
 from mla_convert.plan_recipe import PlanRecipe, memory_bytes, tokens, tp_sizes
 
+if TYPE_CHECKING:
+    from mla_convert.rate_distortion import Curve
+
 
 @dataclass(frozen=True)
 class PlanResult:
     """Everything `plan` says. context: tokens. size: kv_lora_rank, qk_rope_head_dim. memory: usable bytes of a GPU and
     bytes of the weights, None where no GPU was named. before, after: of one layer. serving None: no GPU, or
-    nothing fits.
+    nothing fits. curve: where a target was named.
     """
 
     model: str
@@ -37,6 +40,7 @@ class PlanResult:
     serving: Serving | None
     obstacles: tuple[str, ...]
     checklist: tuple[Verdict, ...]
+    curve: Curve | None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, with the versions."""
@@ -50,8 +54,13 @@ def plan(recipe: PlanRecipe) -> PlanResult:
     Raises BadCheckpoint or UnsupportedSource when the config cannot be read, BadOption for an impossible size or path.
     """
     report.check_targets(recipe.json, recipe.plot)
+    report.check_targets(None, recipe.curve)
     shape = read_shape(recipe.model)
-    size = planned_size(shape, recipe.kv_lora_rank, recipe.qk_rope_head_dim)
+    curve = _curve(recipe) if recipe.wants_curve else None
+    asked = recipe.kv_lora_rank, recipe.qk_rope_head_dim
+    if curve is not None and curve.chosen is not None and asked == (None, None):
+        asked = curve.chosen.kv_lora_rank, curve.chosen.qk_rope_head_dim
+    size = planned_size(shape, *asked)
     context, tp = tokens(recipe.context), tp_sizes(recipe.tp)
     memory = None
     if recipe.gpu_memory is not None:
@@ -73,6 +82,7 @@ def plan(recipe: PlanRecipe) -> PlanResult:
         serving=None if memory is None else serving(shape, rows, memory),
         obstacles=tuple(stock_obstacles(shape)),
         checklist=tuple(checklist(shape, size, recipe.cache_dtype, tp)),
+        curve=curve,
     )
     if recipe.json is not None:
         report.write_json(result.to_json(), recipe.json)
@@ -81,6 +91,16 @@ def plan(recipe: PlanRecipe) -> PlanResult:
 
         plot_plan(result, Path(recipe.plot))
     return result
+
+
+def _curve(recipe: PlanRecipe) -> Curve:
+    from mla_convert.curve_report import plot_curve
+    from mla_convert.rate_distortion import rate_distortion  # here, because it loads torch and the models' code
+
+    curve = rate_distortion(recipe)
+    if recipe.curve is not None:
+        plot_curve(curve, recipe.model, Path(recipe.curve))
+    return curve
 
 
 def weight_bytes(model: str, shape: AttentionShape) -> int:

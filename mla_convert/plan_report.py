@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mla_convert.cache_plan import SEQUENCES
+from mla_convert.curve_report import print_curve
+from mla_convert.report import plain_table
 
 if TYPE_CHECKING:
     from mla_convert.plan import PlanResult
@@ -56,6 +58,8 @@ def print_plan(result: PlanResult, console: Console | None = None) -> None:
         )
     _say_serving(result, console)
     console.print(_costs(result))
+    if result.curve is not None:
+        print_curve(result.curve, result.model, console)
     if result.obstacles:
         say("[bold red]The stock format cannot hold this model as it is[/]: " + escape("; ".join(result.obstacles)))
     console.print(_checklist(result))
@@ -63,17 +67,10 @@ def print_plan(result: PlanResult, console: Console | None = None) -> None:
     say("ran: measured with converted models on that version; read: from its source only. --json has all reasons.")
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    return table
-
-
 def _kinds(result: PlanResult) -> Table:
     lengths = [f"{length // 1024}k" for length in SEQUENCES]
     title = f"KV cache, {result.cache_dtype}: per token of one layer and of all, and of one sequence"
-    table = _table(title, "attention", "numbers", "B/layer", "B, all", *lengths)
+    table = plain_table(title, "attention", "numbers", "B/layer", "B, all", *lengths)
     for kind in result.kinds:
         table.add_row(
             kind.name.replace("this model", "own").replace("planned", "plan"),
@@ -115,7 +112,7 @@ def _ranks(result: PlanResult) -> Table:
         *(["own fits", "latent fits"] if fits else []),
     ]
     title = "Per token and tensor-parallel rank, all layers"
-    table = _table(title + (f"; fits: sequences of {result.context:,} tokens" if fits else ""), *columns)
+    table = plain_table(title + (f"; fits: sequences of {result.context:,} tokens" if fits else ""), *columns)
     legal = {(True, True): "both", (True, False): "own", (False, True): "latent", (False, False): "neither"}
     for row in result.ranks:
         cells = [str(row.tp), legal[row.own_legal, row.latent_legal], f"{row.own_bytes:,}", f"{row.latent_bytes:,}"]
@@ -148,7 +145,7 @@ def _say_serving(result: PlanResult, console: Console) -> None:
 
 def _costs(result: PlanResult) -> Table:
     rank, rope = result.size
-    table = _table("One layer's attention", "", "own", f"{rank} + {rope}", "change")
+    table = plain_table("One layer's attention", "", "own", f"{rank} + {rope}", "change")
     before, after = result.before, result.after
     for name, field in (
         ("parameters", "parameters"),

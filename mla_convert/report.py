@@ -94,6 +94,14 @@ def write_json(content: dict[str, Any], path: str | Path) -> None:
     Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
 
 
+def plain_table(title: str, *columns: str) -> Table:
+    """A table of figures under `columns`, the first of which names the row; nothing is wrapped."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
 def check_targets(json_path: str | None, picture: str | None) -> None:
     """Raise BadOption, before any work, where a result could not be written to these files."""
     for target in (json_path, picture):

@@ -92,12 +92,12 @@ def _answer(result: Result) -> str:
         if model["is_reference"] or model["dtype"] != reference["dtype"]:
             continue
         share = model["parts"]["memory"]["cache_measured"] / full
-        lost = worst_text(model, names)
+        lost, excess = worst_text(model, names), over_texts(model, names, "excess")
         where = f", most on {escape(lost)} ({model['parts'][f'text {lost}']['excess']:+.3f})" if lost else ""
         said.append(
             f"<li><b>{escape(model['label'])}</b> caches {share:.0%} of the reference's bytes and predicts "
-            f"worse by {over_texts(model, names, 'excess'):.3f} nats per token over all texts{where}; its first choice "
-            f"is the reference's for {over_texts(model, names, 'top1'):.0%} of the tokens.</li>"
+            f"{'worse' if excess >= 0 else 'better'} by {abs(excess):.3f} nats per token over all texts{where}; its "
+            f"first choice is the reference's for {over_texts(model, names, 'top1'):.0%} of the tokens.</li>"
         )
     return f'<ul class="answer">{"".join(said)}</ul>' if said else ""
 
