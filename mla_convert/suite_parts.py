@@ -20,7 +20,7 @@ from mla_convert.attention_shape import read_config
 from mla_convert.compare import figures
 from mla_convert.decode_path import decode_figures
 from mla_convert.evaluate import cache_bytes, cache_bytes_per_token
-from mla_convert.measure import peak_rss
+from mla_convert.measure import Stage, stage
 from mla_convert.part_store import PartStore
 from mla_convert.scoring import head, hidden_states, score
 from mla_convert.suite import HarnessSpec, Suite
@@ -152,9 +152,11 @@ def _memory_part(bench: Bench, entry: Entry) -> Part:
         on_gpu = model.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(model.device)
-        held = cache_bytes(model, window)
+        taken: list[Stage] = []
+        with stage(f"{entry.label}: memory", taken):  # forgets what earlier models needed, where the system can
+            held = cache_bytes(model, window)
         advance(window)
-        peak = torch.cuda.max_memory_allocated(model.device) if on_gpu else peak_rss()
+        peak = torch.cuda.max_memory_allocated(model.device) if on_gpu else taken[0].peak_rss
         return {
             "cache_formula": formula,
             "cache_measured": measured,

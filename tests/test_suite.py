@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -547,3 +550,18 @@ def test_the_command_prints_and_writes(models: dict[str, str], tmp_path: Path) -
     again = CliRunner().invoke(cli.app, ["report", str(tmp_path / "r.json"), "--html", str(tmp_path / "again.html")])
     assert again.exit_code == 0, again.output
     assert (tmp_path / "again.html").read_text() == (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_gpu_check_runs_without_a_gpu_too(models: dict[str, str], tmp_path: Path) -> None:
+    """The script in bfloat16 on the CPU; on a GPU only DEVICE differs."""
+    (tmp_path / "mla-convert").write_text(f'#!/bin/sh\nexec {sys.executable} -m mla_convert.cli -q "$@"\n')
+    (tmp_path / "mla-convert").chmod(0o755)
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(SUITES.parent.parent), "DEVICE": "cpu"}
+    paths["CONVERT_ARGS"] = "--calib-windows 4 --window 64"
+    script = [str(SUITES.parent / "gpu_check.sh"), models["source"], str(tmp_path / "out"), "30", "10"]
+    subprocess.run(["bash", *script], check=True, env=os.environ | paths, capture_output=True)
+    written = json.loads((tmp_path / "out" / "suite.json").read_text())
+    assert [model["dtype"] for model in written["models"]] == ["bfloat16", "bfloat16"]
+    assert written["models"][1]["parts"]["memory"]["cache_measured"] == 4 * 2 * (30 + 10)
+    assert (tmp_path / "out" / "suite.html").stat().st_size > 10_000
