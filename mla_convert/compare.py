@@ -43,7 +43,9 @@ def figures(
     if result["bytes"]:
         result["bits_per_byte"] = float(tokens.nll.sum()) / math.log(2) / result["bytes"]
     if "excess" in rows:
-        result["excess_interval"] = interval(per_window["excess"], counts.double(), samples, confidence)
+        one = len(counts) < 2  # a single window says nothing of the spread
+        spread = None if one else interval(per_window["excess"], counts.double(), samples, confidence)
+        result["excess_interval"] = spread
         result["worst"] = worst(rows["excess"], rows["kl"])
         result["kl_p99"] = float(rows["kl"].sort().values[math.ceil(0.99 * len(tokens.nll)) - 1])
     return result

@@ -20,7 +20,8 @@ NOT_STOCK = {
     "attention soft cap": "the DeepSeek classes have none",
     "logit soft cap": "the DeepSeek classes have none",
     "RoPE that differs": "the DeepSeek classes have one rotation for all layers",
-    "biases": "no engine but transformers loads them",
+    "biases": "those of values and keys fold away, those of queries need a query latent with a bias, which few engines "
+    "load",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,8 @@ def _run(bench: Bench, entries: list[Entry]) -> tuple[list[ModelResult], int, in
     return models, measured, sum(map(len, wanted.values())) - measured
 
 
-def _measured(bench: Bench, entry: Entry, parts: list[Part], advance: Callable[[int], None]) -> Any:
+def _measured(bench: Bench, entry: Entry, parts: list[Part], advance: Callable[[int], None]) -> Iterator[str]:
+    """Measure and keep `parts` of one model; yields the name of each as it is finished."""
     if not parts:
         return
     logger.info("%s: %d parts", entry.label, len(parts))

@@ -84,8 +84,9 @@ def _size(result: Result) -> str:
         shift = 0.006 * (number - (len(names) - 1) / 2)
         where = [m["parts"]["memory"]["cache_measured"] / full + shift for m, _ in points]
         excess = [part["excess"] for _, part in points]
-        low = [max(part["excess"] - part["excess_interval"][0], 0) for _, part in points]
-        high = [max(part["excess_interval"][1] - part["excess"], 0) for _, part in points]
+        spreads = [part["excess_interval"] or (part["excess"],) * 2 for _, part in points]
+        low = [max(e - spread[0], 0) for e, spread in zip(excess, spreads, strict=True)]
+        high = [max(spread[1] - e, 0) for e, spread in zip(excess, spreads, strict=True)]
         axes.errorbar(where, excess, yerr=[low, high], fmt="o", capsize=3, color=f"C{number}", label=name)
     axes.plot([1], [0], "D", markersize=11, color="black", markerfacecolor="none", label="reference")
     axes.axhline(0, color="black", linewidth=0.8, linestyle="--", alpha=0.5)

@@ -99,8 +99,10 @@ def cells_of(result: Result, model: Mapping[str, Any], strong: tuple[str, str]) 
     cells = [f"{parts['memory']['cache_measured']:,}"]
     for name in names:
         part = parts[f"text {name}"]
-        low, high = part["excess_interval"]
-        text = f"ppl {part['perplexity']:.2f}" if reference else f"{part['excess']:+.3f} ({low:+.3f} to {high:+.3f})"
+        spread = part["excess_interval"]
+        text = f"ppl {part['perplexity']:.2f}" if reference else f"{part['excess']:+.3f}"
+        if spread is not None and not reference:
+            text += f" ({spread[0]:+.3f} to {spread[1]:+.3f})"
         cells.append(f"{strong[0]}{text}{strong[1]}" if name == lost else text)
     tail = max(parts[f"text {name}"]["worst"]["excess"] for name in names)
     cells += (

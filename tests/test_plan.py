@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import edit_config, tiny_model
+from tiny import edit_config, tiny_model, write_gguf
 from typer.testing import CliRunner
 
 import mla_convert
@@ -246,6 +246,13 @@ def test_headers_are_read_but_no_weights(tmp_path: Path) -> None:
     raw[start:] = b"\xff" * (len(raw) - start)  # NaN everywhere
     weights.write_bytes(bytes(raw))
     assert mla_convert.plan(model=folder) == before
+
+
+def test_a_gguf_file_is_planned_for_as_its_folder_is(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "m")
+    own = mla_convert.plan(model=folder)
+    found = mla_convert.plan(model=write_gguf(folder, tmp_path / "m.gguf"))
+    assert found.kinds == own.kinds and found.ranks == own.ranks
 
 
 def test_planning_loads_no_model_code() -> None:

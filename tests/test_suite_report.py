@@ -73,6 +73,13 @@ def test_the_table_of_a_readme() -> None:
     assert "400 tokens scored in windows of 8, no BOS" in table[5] and "commit abc" in table[5]
 
 
+def test_a_single_window_has_no_interval() -> None:
+    lone = copy.deepcopy(SMALL)
+    lone["parts"]["text prose"]["excess_interval"] = None
+    assert "| half | 500 | +0.100 | **+0.200 (" in markdown_table(result(lone))
+    assert html_page(result(lone)).count("<svg") == 4
+
+
 def test_the_worst_text_is_marked_only_where_something_was_lost() -> None:
     names = ["prose", "code"]
     assert worst_text(SMALL, names) == "code" and worst_text(SMALL, ["code"]) is None
