@@ -62,6 +62,11 @@ class AttentionShape:
         return self.num_key_value_heads * (self.source_head_dim + self.v_head_dim)
 
     @property
+    def unrotated_width(self) -> int:
+        """qk_nope_head_dim of a latent form: a source with a latent has it; any other keeps a whole key head."""
+        return self.source_head_dim - (self.qk_rope_head_dim or 0)
+
+    @property
     def kind(self) -> str:
         """MHA, GQA, MQA or MLA."""
         if self.kv_lora_rank is not None:

@@ -147,31 +147,38 @@ def planned_size(shape: AttentionShape, kv_lora_rank: int | None, qk_rope_head_d
 def costs(shape: AttentionShape, size: tuple[int, int], cache_dtype: str, context: int) -> tuple[Costs, Costs]:
     """Of one layer with full attention, before and after. A multiplication and an addition are two operations.
 
-    After: the layout that `convert` writes, qk_nope_head_dim = source_head_dim, no q_lora, decoded absorbed: scores
-    against the latent and the rotating key, kv_lora_rank + qk_rope_head_dim wide, and sums of latents.
+    After: the layout that `convert` writes, without a query latent, decoded absorbed: scores against the latent and the
+    rotating key, kv_lora_rank + qk_rope_head_dim wide, and sums of latents. A source with a latent is counted so too.
     """
-    h, heads, itemsize = shape.hidden_size, shape.num_attention_heads, BYTES[cache_dtype]
+    after = _latent_costs(shape, size, cache_dtype, context)
+    if shape.kv_lora_rank is not None:
+        return _latent_costs(shape, (shape.kv_lora_rank, shape.qk_rope_head_dim or 0), cache_dtype, context), after
+    h, heads = shape.hidden_size, shape.num_attention_heads
     d, v, groups = shape.source_head_dim, shape.v_head_dim, shape.num_key_value_heads
-    rank, rope = size
-    own_parameters = h * (heads * d + groups * (d + v) + heads * v)
+    parameters = h * (heads * d + groups * (d + v) + heads * v)
     before = Costs(
-        parameters=own_parameters,
-        decode_flops=2 * own_parameters + 2 * heads * (d + v) * context,
-        decode_bytes=shape.numbers * itemsize * context,
-        prefill_flops=2 * own_parameters + heads * (d + v) * context,  # a token sees half the context on average
+        parameters=parameters,
+        decode_flops=2 * parameters + 2 * heads * (d + v) * context,
+        decode_bytes=shape.numbers * BYTES[cache_dtype] * context,
+        prefill_flops=2 * parameters + heads * (d + v) * context,  # a token sees half the context on average
         key_width=d,
         value_width=v,
     )
-    parameters = h * heads * (d + rope) + h * (rank + rope) + rank * heads * (d + v) + h * heads * v
-    after = Costs(
+    return before, after
+
+
+def _latent_costs(shape: AttentionShape, size: tuple[int, int], cache_dtype: str, context: int) -> Costs:
+    h, heads, v, nope = shape.hidden_size, shape.num_attention_heads, shape.v_head_dim, shape.unrotated_width
+    rank, rope = size
+    parameters = h * heads * (nope + rope) + h * (rank + rope) + rank * heads * (nope + v) + h * heads * v
+    return Costs(
         parameters=parameters,
         decode_flops=2 * parameters + 2 * heads * (2 * rank + rope) * context,
-        decode_bytes=(rank + rope) * itemsize * context,
-        prefill_flops=2 * parameters + heads * (d + rope + v) * context,
-        key_width=d + rope,
+        decode_bytes=(rank + rope) * BYTES[cache_dtype] * context,
+        prefill_flops=2 * parameters + heads * (nope + rope + v) * context,
+        key_width=nope + rope,
         value_width=v,
     )
-    return before, after
 
 
 def ranks(

@@ -100,7 +100,7 @@ def _kernel(row: dict[str, Any], size: tuple[int, int]) -> tuple[str, str]:
 
 
 def _prefill(row: dict[str, Any], shape: AttentionShape, size: tuple[int, int]) -> tuple[str, str]:
-    nope, rope, value = shape.source_head_dim, size[1], shape.v_head_dim
+    nope, rope, value = shape.unrotated_width, size[1], shape.v_head_dim
     if "prefill" not in row:
         return YES, f"qk {nope} + {rope}, v {value}"
     if [nope, rope, value] in row["prefill"]:

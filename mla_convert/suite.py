@@ -57,12 +57,13 @@ class GreedySpec:
 
 @dataclass(frozen=True)
 class HarnessSpec:
-    """Tasks of lm-evaluation-harness: names, a folder of task files, examples per task (None: all), shots."""
+    """Tasks of lm-evaluation-harness: names, a folder of task files, examples per task (None: all), shots
+    (None: the task's own)."""
 
     tasks: tuple[str, ...]
     include: str | None = None
     limit: int | None = None
-    shots: int = 0
+    shots: int | None = None
 
 
 @dataclass(frozen=True)

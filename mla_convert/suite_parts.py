@@ -29,7 +29,18 @@ from mla_convert.texts import BOS_EVERY_WINDOW, bos_policy
 
 Advance = Callable[[int], None]
 Tensors = dict[str, torch.Tensor] | None
-MEASURED_BY = ("scoring", "compare", "retrieval", "decode_path", "texts", "suite_texts", "suite_parts", "evaluate")
+MEASURED_BY = (
+    "scoring",
+    "compare",
+    "retrieval",
+    "decode_path",
+    "texts",
+    "suite_texts",
+    "suite_parts",
+    "evaluate",
+    "absorbed",
+    "stock",
+)
 
 
 @dataclass(frozen=True, eq=False)

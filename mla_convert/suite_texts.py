@@ -56,10 +56,11 @@ def read_texts(suite: Suite, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
 
 
 def _read(name: str, spec: TextSpec, suite: Suite, tokenizer: PreTrainedTokenizerBase) -> Text:
+    stride_asked = None if spec.chat else suite.stride  # conversations do not overlap
     documents = _enough(documents_of(spec), CHARS_PER_TOKEN * suite.windows * suite.window)
-    ids = token_windows(tokenizer, documents, suite.window, suite.windows, suite.stride)
+    ids = token_windows(tokenizer, documents, suite.window, suite.windows, stride_asked)
     body = suite.window - 1 if bos_policy(tokenizer) == BOS_EVERY_WINDOW else suite.window
-    stride = min(suite.stride or body, body)
+    stride = min(stride_asked or body, body)
     lengths = None
     if spec.chat:  # the template's own words have no bytes in the text
         ids = with_conversations(tokenizer, ids, every=1)

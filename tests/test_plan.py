@@ -115,6 +115,9 @@ def test_what_a_layer_costs() -> None:
     assert result.before.decode_flops == 2 * result.before.parameters + 32 * 4 * 128 * 1000
     assert result.after.decode_flops == 2 * result.after.parameters + 32 * 2 * (512 + 512 + 64) * 1000
     assert (result.after.key_width, result.after.value_width) == (192, 128)
+    own = plan("deepseek-v3", context="1000")  # a source with a latent is counted like a result
+    assert own.before == own.after and own.before.key_width == 192
+    assert own.before.parameters == 7168 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 7168 * 128 * 128
 
 
 def test_parameters_of_a_layer_are_those_of_the_written_class(tmp_path: Path) -> None:
@@ -140,6 +143,7 @@ def verdicts(result: Any, question: str) -> dict[str, str]:
 def test_the_checklist_knows_the_shapes() -> None:
     result = plan("llama-3-8b")
     assert set(verdicts(result, "MLA kernel for this shape").values()) == {"yes"}
+    assert verdicts(plan("deepseek-v3"), "prefill widths")["vLLM (GPU)"] == "yes"  # nope 128 of its 192
     assert verdicts(result, "prefill widths")["vLLM (GPU)"] == "yes"  # (128, 64, 128)
     assert verdicts(result, "fp8 latent")["vLLM (CPU)"] == "no"
     odd = plan("llama-3-8b", kv_lora_rank=300, qk_rope_head_dim=50)

@@ -488,6 +488,10 @@ def test_a_chat_text_needs_a_template(caplog: pytest.LogCaptureFixture, tmp_path
     tokenizer: PreTrainedTokenizerFast = tiny_tokenizer()
     told = read_texts(suite, tokenizer)[2]
     assert told.name == "chat" and "<|im_start|>user" in tokenizer.decode(told.windows.ids[0])
+    (tmp_path / "s.yaml").write_text(SUITE.replace("windows: 5", "windows: 5\nstride: 16", 1))
+    overlapping = read_texts(read_suite(str(tmp_path / "s.yaml")), tokenizer)
+    assert [text.stride for text in overlapping] == [16, 16, 64]  # conversations stand alone
+    assert int(overlapping[0].windows.scored.sum()) == 63 + 4 * 16
     tokenizer.chat_template = None
     assert [text.name for text in read_texts(suite, tokenizer)] == ["technical", "code"]
     assert "chat is left out: the tokenizer has no chat template" in caplog.text
