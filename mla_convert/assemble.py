@@ -6,6 +6,7 @@ query, which softmax ignores. Rows of a head that never rotate pass the RoPE ste
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mla_convert.calibrate import LayerMoments
-from mla_convert.factor import SWEEPS, Block, Factors, factor, weight_svd
+from mla_convert.factor import SWEEPS, Block, Factors, factor, losses_by_rank, weight_svd
 from mla_convert.families import SourceSpec
 from mla_convert.features import LayerFacts
 from mla_convert.layer import MLALayer, keys_values, source_heads
@@ -80,6 +81,30 @@ def assemble(
         start=found.losses[0] / energy,
         end=min(found.losses) / energy,
     )
+
+
+def predict(
+    source: SourceAttention,
+    moments: LayerMoments | None,
+    spec: SourceSpec,
+    plan: RopePlan,
+    ranks: Sequence[int],
+    method: str,
+) -> dict[int, float]:
+    """What the layer would lose at each of `ranks` (of the latent) beside the slots of `plan`: the `total` of the
+    LayerReport that `assemble` gives without sweeps. One decomposition serves all ranks; nothing is converted.
+    """
+    facts = source.facts or spec.layers[0]
+    sizes = {rank: of_layer(spec, facts, Size(rank, plan)) for rank in ranks}
+    plan = of_layer(spec, facts, Size(1, plan)).plan
+    split = _split(source, moments, facts, plan, method)
+    blocks, covariance = _blocks(source, split, moments, spec, facts, method)
+    lost = losses_by_rank(
+        blocks, [size.kv_lora_rank for size in sizes.values()], None if moments is None else covariance
+    )
+    energy = 1.0 if moments is None else math.exp(moments.log_energy.item() / moments.tokens)
+    rope = split.cost * facts.softmax_scale**2 / energy
+    return {rank: rope + lost[size.kv_lora_rank] / energy for rank, size in sizes.items()}
 
 
 def _split(

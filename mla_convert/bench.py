@@ -21,7 +21,6 @@ from mla_convert import report
 from mla_convert.bench_models import Sizes, named_models, sizes_of
 from mla_convert.bench_recipe import BenchRecipe, counts, size_in_bytes
 from mla_convert.bench_step import Decoder, Seconds, timed
-from mla_convert.errors import BadOption
 from mla_convert.loading import resolve_device, resolve_dtype
 
 logger = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ def bench(recipe: BenchRecipe) -> BenchResult:
     """
     device, dtype = resolve_device(recipe.device), resolve_dtype(recipe.dtype)
     contexts, batches = counts("context", recipe.context), counts("batch", recipe.batch)
-    _check_targets(recipe)
+    report.check_targets(recipe.json, recipe.plot)
     latent = [("expanded", "auto"), ("absorbed", "auto")]
     latent += [] if recipe.cache_dtype == "auto" else [("absorbed", recipe.cache_dtype)]
     decoders = [
@@ -229,16 +228,3 @@ def _total_memory(device: torch.device) -> int:
 
 def _lines(path: str) -> list[str]:
     return Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else []
-
-
-def _check_targets(recipe: BenchRecipe) -> None:
-    for target in (recipe.json, recipe.plot):
-        if target is not None and not Path(target).expanduser().absolute().parent.is_dir():
-            raise BadOption(f"{target}: its folder does not exist; create it first")
-        if target is not None and Path(target).expanduser().is_dir():
-            raise BadOption(f"{target} is a folder; name a file")
-    if recipe.plot is not None:
-        from mla_convert.evaluate import PICTURES
-
-        if Path(recipe.plot).suffix not in PICTURES:
-            raise BadOption(f"plot={recipe.plot}: the name must end in one of {', '.join(PICTURES)}")

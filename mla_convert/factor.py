@@ -159,6 +159,19 @@ def factor(blocks: Sequence[Block], rank: int, covariance: Tensor, sweeps: int =
     return Factors(best[0], list(best[1]), losses)
 
 
+def losses_by_rank(blocks: Sequence[Block], ranks: Sequence[int], covariance: Tensor | None) -> dict[int, float]:
+    """The loss of `factor` without sweeps at each rank, from one decomposition; covariance None: of `weight_svd`."""
+    if covariance is None:
+        squares = torch.linalg.svdvals(torch.cat([b.W for b in blocks])).square()
+        return {rank: squares[rank:].sum().item() for rank in ranks}
+    rows, _ = truncated_svd(blocks, max(ranks), covariance)
+    losses = {}
+    for rank in ranks:
+        E = orthonormal_rows(rows[:rank])
+        losses[rank] = loss_of(blocks, E, fit_ups(blocks, E))
+    return losses
+
+
 def weight_svd(blocks: Sequence[Block], rank: int) -> Factors:
     """Plain truncated SVD of the stacked weights, no metric: exact (to rounding) when nothing is cut off."""
     stacked = torch.cat([b.W for b in blocks])
