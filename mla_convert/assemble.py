@@ -6,6 +6,7 @@ query, which softmax ignores. Rows of a head that never rotate pass the RoPE ste
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,17 +14,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mla_convert.calibrate import LayerMoments
-from mla_convert.factor import SWEEPS, Block, Factors, factor, weight_svd
+from mla_convert.factor import SWEEPS, Block, Factors, factor, losses_by_rank, weight_svd
 from mla_convert.families import SourceSpec
 from mla_convert.features import LayerFacts
 from mla_convert.layer import MLALayer, keys_values, source_heads
 from mla_convert.projections import SourceAttention
-from mla_convert.rope import RopePlan, RopeSplit, mean_rotation, split_rope
+from mla_convert.rope import RopePlan, RopeSplit, mean_rotation, split_rope, to_complex
 from mla_convert.sizes import Size, full_rank, of_layer
 
 # Towards the identity, of the mean eigenvalue. SmolLM2, 128 + 64, calibrated on Python's topics, excess nats on other
 # topics and on other text: 0.302 and 0.527 at 1e-5, 0.292 and 0.498 at 1e-3, 0.288 and 0.452 at 1e-2.
 SHRINKAGE = 1e-2
+# Weight of the plain second moment of the inputs beside that of the softmax's Jacobian, by trace. The Jacobian sees
+# small errors only: of a key that always wins the softmax (the attention sink) it says that nothing depends on it, and
+# the fit then loses it. SmolLM2, other text, excess nats at 128 + 64 and 144 + 48: 0.227 and 0.26 without, 0.192 and
+# 0.202 at 1, and 0.178 (144 + 48) at 3.
+PLAIN_SHARE = 3.0
+
+TINY = 1e-300  # keeps the quotient of a dead pair finite
+
 WHITE_DRAWS = 4  # per input, of the moment that stands for text where there is none
 
 
@@ -74,6 +83,30 @@ def assemble(
     )
 
 
+def predict(
+    source: SourceAttention,
+    moments: LayerMoments | None,
+    spec: SourceSpec,
+    plan: RopePlan,
+    ranks: Sequence[int],
+    method: str,
+) -> dict[int, float]:
+    """What the layer would lose at each of `ranks` (of the latent) beside the slots of `plan`: the `total` of the
+    LayerReport that `assemble` gives without sweeps. One decomposition serves all ranks; nothing is converted.
+    """
+    facts = source.facts or spec.layers[0]
+    sizes = {rank: of_layer(spec, facts, Size(rank, plan)) for rank in ranks}
+    plan = of_layer(spec, facts, Size(1, plan)).plan
+    split = _split(source, moments, facts, plan, method)
+    blocks, covariance = _blocks(source, split, moments, spec, facts, method)
+    lost = losses_by_rank(
+        blocks, [size.kv_lora_rank for size in sizes.values()], None if moments is None else covariance
+    )
+    energy = 1.0 if moments is None else math.exp(moments.log_energy.item() / moments.tokens)
+    rope = split.cost * facts.softmax_scale**2 / energy
+    return {rank: rope + lost[size.kv_lora_rank] / energy for rank, size in sizes.items()}
+
+
 def _split(
     source: SourceAttention, moments: LayerMoments | None, facts: LayerFacts, plan: RopePlan, method: str
 ) -> RopeSplit:
@@ -83,22 +116,26 @@ def _split(
         W_Q, W_K = (torch.cat((w, b[..., None]), dim=2) for w, b in ((W_Q, source.b_Q), (W_K, source.b_K)))
     if not facts.pairs:
         return RopeSplit(W_UQ=W_Q, W_QR=W_Q[:, :0], W_KR=W_K[0, :0], W_K_nope=W_K[..., :latent_inputs], cost=0.0)
-    # What TransMLA does, and all that weights alone can tell: a lost rotation becomes the identity, all
-    # queries alike.
-    rotation = torch.ones(heads, facts.pairs, dtype=torch.complex128, device=device)
-    energy = torch.ones(heads, facts.pairs, dtype=torch.float64, device=device)
-    covariance = _white(source, W_K.shape[2])
-    if moments is not None:
-        covariance = moments.input / moments.tokens
-        covariance = covariance if W_K.shape[2] > latent_inputs else covariance[:-1, :-1]
-    if moments is not None and method == "weighted":
-        rotation = mean_rotation(moments.distance, facts.inv_freq.to(device))
-        square = moments.query.diagonal(dim1=1, dim2=2) / moments.counts[0]
-        energy = square[:, : facts.pairs] + square[:, facts.pairs : turned]
-    lost = 1 - rotation.abs() ** 2 if method == "weighted" else torch.ones_like(energy)
     # The amplitude of cos and sin scales both sides of every score of the rotating part.
     gain = facts.attention_scaling**2
-    split = split_rope(W_Q[:, :turned], W_K[:, :turned], plan, covariance, gain * rotation, gain**2 * energy, lost)
+    if moments is not None and method == "weighted":
+        energy, key_pairs = moments.pair_energy / moments.counts[0], torch.view_as_complex(moments.key_pairs)
+        rotation = mean_rotation(moments.turned_energy, moments.pair_energy)
+        # A frequency that loses nothing still prefers its strongest direction, hence the floor.
+        lost = (energy * (1 - rotation.abs() ** 2).clamp_min(1e-9)).unflatten(0, (len(W_K), -1)).sum(1)
+        lost = lost / key_pairs.diagonal(dim1=1, dim2=2).real.T.clamp_min(TINY)
+    else:
+        # What TransMLA does, and all that weights alone can tell: a lost rotation becomes the identity, all
+        # queries alike.
+        rotation = torch.ones(heads, facts.pairs, dtype=torch.complex128, device=device)
+        lost = torch.ones(len(W_K), facts.pairs, dtype=torch.float64, device=device)
+        covariance = _white(source, W_K.shape[2])
+        if moments is not None:
+            covariance = moments.input / moments.tokens
+            covariance = covariance if W_K.shape[2] > latent_inputs else covariance[:-1, :-1]
+        key = to_complex(W_K[:, :turned]).transpose(0, 1)
+        key_pairs = key @ covariance.to(key.dtype) @ key.mH
+    split = split_rope(W_Q[:, :turned], W_K[:, :turned], plan, key_pairs, gain * rotation, lost)
     return replace(
         split,
         W_UQ=torch.cat((split.W_UQ, W_Q[:, turned:]), dim=1),
@@ -161,14 +198,16 @@ def shrunk(moment: Tensor) -> Tensor:
 
 
 def _key_blocks(split: RopeSplit, moments: LayerMoments, spec: SourceSpec, facts: LayerFacts) -> list[Block]:
-    """M = E[q~ q~^T] weighted by tr(J^T J), C = E[J^T J], of all query heads of a KV head together."""
-    rotation = mean_rotation(moments.distance, facts.inv_freq.to(moments.distance.device))
+    """M = E[q~ q~^T] weighted by tr(J^T J), C = E[J^T J] + PLAIN_SHARE E[h h^T], of a KV head's queries together."""
+    rotation = mean_rotation(moments.turned_energy, moments.pair_energy)
     turn = folded_rotation(facts.attention_scaling**2 * rotation, spec.source_head_dim)
     per_group = (spec.num_key_value_heads, -1)
     query = (turn @ moments.query_at_key @ turn.transpose(1, 2)).unflatten(0, per_group).sum(1)
     trace = moments.key_trace.unflatten(0, per_group).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
     scale = facts.softmax_scale**2 / moments.counts[1]
-    return [Block(row, scale * query[j] / trace[j], moments.key[j]) for j, row in enumerate(split.W_K_nope)]
+    plain = moments.input[:-1, :-1] / moments.input[:-1, :-1].trace().clamp_min(TINY)
+    mixed = [key + PLAIN_SHARE * key.trace() * plain for key in moments.key]
+    return [Block(row, scale * query[j] / trace[j], mixed[j]) for j, row in enumerate(split.W_K_nope)]
 
 
 def _value_blocks(source: SourceAttention, moments: LayerMoments, spec: SourceSpec) -> list[Block]:

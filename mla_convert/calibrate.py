@@ -37,9 +37,9 @@ class LayerMoments:
     """Sums over one layer's calibration tokens, sampled queries or Jacobians (symbols: factor.py).
 
     input: second moment of [h; 1], so its last row holds the sum of h and the token count.
-    distance: attention mass by distance, weighted by a^2 |W_O (v - o)|^2, what a score error there costs.
-    query: sum of gamma q q^T, gamma the cost above summed over keys; q before
-    rotation, its rows in canonical order (projections.py).
+    pair_energy: sum over queries t and keys s of w |chi|^2 |kappa|^2 per RoPE pair, w = a^2 |W_O (v - o)|^2 what a
+    squared score error costs there. turned_energy: the same sum of w |chi|^2 |kappa|^2 exp(-i theta (t - s)).
+    key_pairs: sum of w |chi|^2 kappa kappa^H across KV heads. The last two are complex; last dimension: re, im.
     value: sum of hbar hbar^T per KV head. key: sum of J^T J per KV head.
     query_at_key: sum of tr(J^T J) q q^T per head. key_trace: sum of tr(J^T J) per head.
     counts: sampled queries, sampled Jacobians.
@@ -48,8 +48,9 @@ class LayerMoments:
     """
 
     input: Float[Tensor, "latent_inputs_and_one latent_inputs_and_one"]
-    distance: Float[Tensor, "num_heads window"]
-    query: Float[Tensor, "num_heads source_head_dim source_head_dim"]
+    pair_energy: Float[Tensor, "num_heads pairs"]
+    turned_energy: Float[Tensor, "num_heads pairs 2"]
+    key_pairs: Float[Tensor, "pairs num_key_value_heads num_key_value_heads 2"]
     value: Float[Tensor, "num_key_value_heads latent_inputs latent_inputs"]
     key: Float[Tensor, "num_key_value_heads latent_inputs latent_inputs"]
     query_at_key: Float[Tensor, "num_heads source_head_dim source_head_dim"]
@@ -101,11 +102,14 @@ class MomentObserver:
         self.root = torch.stack([roots(m.double())[0] for m in self.metric]).to(W_O.dtype)
         self.advance = advance
         self.groups, self.generator, self.device = groups, generator, W_O.device
+        phase = torch.arange(window, dtype=torch.float64)[:, None] * self.facts.inv_freq
+        self.phase = torch.polar(torch.ones_like(phase), phase).to(self.device)
         inputs = spec.latent_inputs
         self.moments = LayerMoments(
             input=self._zeros(inputs + 1, inputs + 1),
-            distance=self._zeros(heads, window),
-            query=self._zeros(heads, width, width),
+            pair_energy=self._zeros(heads, self.facts.pairs),
+            turned_energy=self._zeros(heads, self.facts.pairs, 2),
+            key_pairs=self._zeros(self.facts.pairs, groups, groups, 2),
             value=self._zeros(groups, inputs, inputs),
             key=self._zeros(groups, inputs, inputs),
             query_at_key=self._zeros(heads, width, width),
@@ -124,7 +128,7 @@ class MomentObserver:
 
         mask: bool [tokens, tokens], true where a query attends; None: at no later token.
         """
-        per_group = query.shape[0] // self.groups
+        per_group, rotated = query.shape[0] // self.groups, key
         key, value = key.repeat_interleave(per_group, 0), value.repeat_interleave(per_group, 0)
         tokens, softcap = hidden.shape[0], self.facts.softcap
         seen = causal_mask(tokens, tokens, hidden.device) if mask is None else mask[None, None]
@@ -134,7 +138,12 @@ class MomentObserver:
         slope = None if softcap is None else 1 - torch.tanh(scores / softcap).square()
         visible = torch.arange(tokens, device=self.device) <= at[:, None] if mask is None else mask[at]
         mass = attention_weights(scores[None], visible, softcap, self.sinks)[0]
-        self._add(hidden, at, mass, mass if slope is None else mass * slope, value, out[:, at])
+        steep = mass if slope is None else mass * slope
+        if self.facts.pairs:
+            rows = self.rows[: 2 * self.facts.pairs]
+            cost = score_cost(steep, value, out[:, at], self.metric)
+            self._add_pairs(at, cost, query[:, at][..., rows], rotated[..., rows])
+        self._add(hidden, at, mass, steep, value, out[:, at])
         self.advance(1)
         return out
 
@@ -155,11 +164,6 @@ class MomentObserver:
         with_one = torch.nn.functional.pad(hidden, (0, 1), value=1.0)
         m.input.add_((with_one.T @ with_one).double())
 
-        cost = score_cost(steep, value, out, self.metric)
-        distance = (at[:, None] - torch.arange(hidden.shape[0], device=self.device)).clamp_min(0)
-        m.distance.index_add_(1, distance.flatten(), cost.flatten(1).double())
-        m.query.add_(((q * cost.sum(-1, keepdim=True)).transpose(1, 2) @ q).double())
-
         averaged = (mass @ hidden).unflatten(0, (self.groups, -1)).flatten(1, 2)
         m.value.add_((averaged.transpose(1, 2) @ averaged).double())
 
@@ -174,6 +178,29 @@ class MomentObserver:
             m.query_at_key[head].add_(((q[head, some] * size[:, None]).T @ q[head, some]).double())
             m.key_trace[head] += size.sum().double()
         m.counts.add_(torch.tensor([len(at), len(some)], dtype=torch.float64, device=self.device))
+
+    def _add_pairs(self, at: Tensor, cost: Tensor, query: Tensor, key: Tensor) -> None:
+        """Add what losing a pair's rotation costs; `query` at `at` and `key` (one per KV head) are rotated.
+
+        |chi| and |kappa| do not see the rotation, and in kappa kappa^H across KV heads it cancels.
+        """
+        m, chi, kappa = self.moments, to_pairs(query), to_pairs(key)  # [heads, tokens, pairs]
+        phase = self.phase[: key.shape[1]].to(kappa.dtype)
+        read, held = chi.abs().square(), kappa.abs().square()
+        held = held.repeat_interleave(len(read) // self.groups, 0)
+        m.pair_energy.add_((read * (cost @ held)).sum(1).double())
+        # exp(-i theta (t - s)) is a product of a factor of t and one of s
+        turned = (cost.to(phase.dtype) @ (held * phase)) * phase[at].conj() * read
+        m.turned_energy.add_(torch.view_as_real(turned.sum(1)).double())
+        weight = (cost.transpose(1, 2) @ read).sum(0)  # [tokens, pairs]: w |chi|^2 over all queries
+        m.key_pairs.add_(
+            torch.view_as_real(torch.einsum("tp,jtp,ktp->pjk", weight.to(kappa.dtype), kappa, kappa.conj()))
+        )
+
+
+def to_pairs(vectors: Tensor) -> Tensor:
+    """Half-split RoPE vectors [..., width] as complex pairs [..., width / 2]."""
+    return torch.complex(*vectors.chunk(2, dim=-1))
 
 
 def score_cost(mass: Tensor, value: Tensor, out: Tensor, metric: Tensor) -> Tensor:

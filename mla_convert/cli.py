@@ -14,12 +14,17 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 import mla_convert
+from mla_convert.bench_recipe import BenchRecipe
+from mla_convert.bench_report import print_bench
 from mla_convert.errors import MlaConvertError
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.flags import parameters_of, recipe_from_flags
 from mla_convert.options import Recipe
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
+from mla_convert.plan_recipe import PlanRecipe
+from mla_convert.plan_report import print_plan
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 from mla_convert.report import print_evaluation, print_verification
+from mla_convert.suite_report import print_suite
 
 app = typer.Typer(
     name="mla-convert",
@@ -83,6 +88,12 @@ def configure(
     logging.getLogger("mla_convert").setLevel(level)
 
 
+@command(PlanRecipe, "plan")
+def plan(recipe: PlanRecipe) -> None:
+    """Say what a conversion of MODEL would save and what would serve it; reads its config, no weights."""
+    print_plan(mla_convert.plan(recipe))
+
+
 @command(ConvertRecipe, "convert")
 def convert(recipe: ConvertRecipe) -> None:
     """Convert SOURCE to a stock DeepSeek-V3 checkpoint in OUT."""
@@ -111,8 +122,23 @@ def verify(recipe: VerifyRecipe) -> int:
 
 @command(EvalRecipe, "eval")
 def evaluate(recipe: EvalRecipe) -> None:
-    """Print perplexity, KL to the reference, top-1 agreement and cache bytes per token of each MODEL."""
-    print_evaluation(mla_convert.evaluate(recipe))
+    """Print perplexity, KL to the reference, top-1 and cache bytes per token of each MODEL, or all of a suite."""
+    if recipe.suite is None:
+        print_evaluation(mla_convert.evaluate(recipe))
+    else:
+        print_suite(mla_convert.run_suite(recipe).to_json())
+
+
+@command(ReportRecipe, "report")
+def write_report(recipe: ReportRecipe) -> None:
+    """Print the table of RESULT, JSON of `eval --suite`, and write it as a page or for a README."""
+    print_suite(mla_convert.write_report(recipe))
+
+
+@command(BenchRecipe, "bench")
+def bench(recipe: BenchRecipe) -> None:
+    """Time decoding of each MODEL, or of random weights of a shape: source, expanded and absorbed."""
+    print_bench(mla_convert.bench(recipe))
 
 
 @command(DemoRecipe, "demo")

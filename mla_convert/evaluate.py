@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from mla_convert.scoring import TokenScores, Windows, full_windows, head, hidden
 from mla_convert.texts import BOS_EVERY_WINDOW, bos_policy, read_documents, text_hash, token_windows
 
 logger = logging.getLogger(__name__)
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +74,10 @@ def evaluate(recipe: EvalRecipe) -> EvalResult:
     output path is unusable or when the tokenizers of the models differ, BadCheckpoint when a model cannot be
     loaded.
     """
+    if recipe.suite is not None:
+        raise BadOption(f"suite={recipe.suite}: call mla_convert.run_suite with this recipe")
     device, dtype = resolve_device(recipe.device), resolve_dtype(recipe.dtype)
-    for target in (recipe.json, recipe.plot):
-        if target is not None and not Path(target).expanduser().absolute().parent.is_dir():
-            raise BadOption(f"{target}: its folder does not exist; create it first")
-        if target is not None and Path(target).expanduser().is_dir():
-            raise BadOption(f"{target} is a folder; name a file")
-    if recipe.plot is not None and Path(recipe.plot).suffix not in PICTURES:
-        raise BadOption(f"plot={recipe.plot}: the name must end in one of {', '.join(PICTURES)}")
+    report.check_targets(recipe.json, recipe.plot)
     documents = read_documents(recipe.eval_data, part="eval")
     windows, stride, bos = _common_windows(recipe, documents)
     order = [m for m in (recipe.reference,) if m is not None]

@@ -11,6 +11,8 @@ the error of one up-projection, so with E = W_DKV and D = W_UV,i or W_UK,i
     values: M = W_O,i^T W_O,i,  C = E[hbar hbar^T];    keys: M = E[q~ q~^T] (weighted),  C = E[J^T J],
     J = W_O,i sum_s a_s (v_s - o_i) h_s^T.
 
+Errors of keys are not always small, so assemble.py adds a share of the plain E[h h^T] to E[J^T J].
+
 The second moment of *averaged* inputs is what the values are multiplied by: errors of single tokens that
 cancel in the average do no harm. If all C_b were equal this would be one truncated SVD of M^1/2 [W_K; W_V]
 C^1/2, which is the start; alternating least squares then uses the true C_b. Everything is fp64.
@@ -155,6 +157,19 @@ def factor(blocks: Sequence[Block], rank: int, covariance: Tensor, sweeps: int =
         else:
             break
     return Factors(best[0], list(best[1]), losses)
+
+
+def losses_by_rank(blocks: Sequence[Block], ranks: Sequence[int], covariance: Tensor | None) -> dict[int, float]:
+    """The loss of `factor` without sweeps at each rank, from one decomposition; covariance None: of `weight_svd`."""
+    if covariance is None:
+        squares = torch.linalg.svdvals(torch.cat([b.W for b in blocks])).square()
+        return {rank: squares[rank:].sum().item() for rank in ranks}
+    rows, _ = truncated_svd(blocks, max(ranks), covariance)
+    losses = {}
+    for rank in ranks:
+        E = orthonormal_rows(rows[:rank])
+        losses[rank] = loss_of(blocks, E, fit_ups(blocks, E))
+    return losses
 
 
 def weight_svd(blocks: Sequence[Block], rank: int) -> Factors:

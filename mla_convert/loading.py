@@ -7,7 +7,6 @@ verify and evaluate.
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mla_convert.errors import BadCheckpoint, BadOption
+from mla_convert.locate import locate
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -124,26 +123,3 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         raise BadCheckpoint(f"{source}: no tokenizer can be loaded from it: {error}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
-
-
-def locate(source: str | Path) -> tuple[str, dict[str, Any]]:
-    """What from_pretrained wants: the folder or hub id, and {"gguf_file": name} where the weights are GGUF.
-
-    Raises BadCheckpoint when `source` is no folder, no .gguf file and no possible hub id, or holds several
-    .gguf files.
-    """
-    path = Path(source).expanduser()
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise BadCheckpoint(f"{source}: a file, but not .gguf; name the folder of the checkpoint")
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
-        if ggufs and not any(path.glob("*.safetensors")):
-            if len(ggufs) > 1:
-                raise BadCheckpoint(f"{source}: {len(ggufs)} .gguf files; name one of them, e.g. {ggufs[0]}")
-            return str(path), {"gguf_file": ggufs[0].name}
-        return str(path), {}
-    if not _HUB_ID.fullmatch(str(source)):
-        raise BadCheckpoint(f"{source}: no such folder or file, and no hub id (owner/name); check the path")
-    return str(source), {}

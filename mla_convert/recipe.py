@@ -4,6 +4,7 @@ Building a recipe validates it, so none that exists is malformed; what needs the
 families that are known) is checked where the source is read.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,15 +213,50 @@ class EvalRecipe(Recipe):
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
     json: str | None = option("Also write the figures to this JSON file.", None)
     plot: str | None = option("Also draw perplexity against cache size into this PNG file.", None)
+    suite: str | None = option(
+        "YAML file of a suite, such as eval/suites/standard.yaml: it names texts, windows and tasks, and every MODEL "
+        "is compared with the reference, by default the first MODEL.",
+        None,
+    )
+    text: tuple[str, ...] = option("With --suite: one more text, NAME=FILE; repeatable.", ())
+    parts: str = option("With --suite: folder of finished parts; the same command goes on from there.", "eval-parts")
+    html: str | None = option("With --suite: also write a page with tables and plots to this file.", None)
+    markdown: str | None = option("With --suite: also write the table of a README to this file.", None)
 
     def validate(self) -> None:
-        """Check that there is a model and that no token falls between two windows. Raises BadOption."""
+        """Check that there is a model, that no token falls between two windows, and what a suite decides by itself.
+
+        Raises BadOption.
+        """
         if not self.models:
             raise BadOption("models is empty: name at least one checkpoint to evaluate")
+        self._check_suite()
         if self.stride is not None and self.stride > self.window:
             raise BadOption(
                 f"stride={self.stride} exceeds window={self.window}: tokens between windows would go unscored"
             )
+
+    def _check_suite(self) -> None:
+        only = ("text", "html", "markdown", "parts") if self.suite is None else ()
+        decided = ("eval_data", "windows", "window", "stride", "plot") if self.suite is not None else ()
+        for spec in dataclasses.fields(self):
+            if spec.name in (*only, *decided) and getattr(self, spec.name) != spec.default:
+                flag = f"--{spec.name.replace('_', '-')}"
+                remedy = (
+                    f"{flag} belongs to a suite; add --suite FILE"
+                    if spec.name in only
+                    else f"with --suite the suite decides; write it there, or leave {flag} out"
+                )
+                raise BadOption(f"{spec.name}={getattr(self, spec.name)!r}: {remedy}")
+
+
+@dataclass(frozen=True)
+class ReportRecipe(Recipe):
+    """Options of `mla-convert report`."""
+
+    results: tuple[str, ...] = option("JSON files that `eval --suite` wrote, of one suite.", argument="RESULT")
+    html: str | None = option("Write a page with tables and plots to this file.", None)
+    markdown: str | None = option("Write the table of a README to this file.", None)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,15 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
+from mla_convert.errors import BadOption
+
 if TYPE_CHECKING:
     from mla_convert.check_files import Check
     from mla_convert.evaluate import EvalResult, ModelScore
     from mla_convert.verify import VerifyResult
+
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 class _Rate(ProgressColumn):
@@ -87,6 +92,25 @@ def write_json(content: dict[str, Any], path: str | Path) -> None:
     """
     text = json.dumps(_plain(content), indent=2, ensure_ascii=False, allow_nan=False)
     Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
+
+
+def plain_table(title: str, *columns: str) -> Table:
+    """A table of figures under `columns`, the first of which names the row; nothing is wrapped."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def check_targets(json_path: str | None, picture: str | None) -> None:
+    """Raise BadOption, before any work, where a result could not be written to these files."""
+    for target in (json_path, picture):
+        if target is not None and not Path(target).expanduser().absolute().parent.is_dir():
+            raise BadOption(f"{target}: its folder does not exist; create it first")
+        if target is not None and Path(target).expanduser().is_dir():
+            raise BadOption(f"{target} is a folder; name a file")
+    if picture is not None and Path(picture).suffix not in PICTURES:
+        raise BadOption(f"plot={picture}: the name must end in one of {', '.join(PICTURES)}")
 
 
 def print_evaluation(result: EvalResult, console: Console | None = None) -> None:

@@ -4,8 +4,10 @@ RoPE pairs of a source head are complex numbers. With chi_{h,l} the query of hea
 KV head j at frequency theta_l, the score at distance D is Re sum_l conj(chi_{h,l}) kappa_{j,l} exp(-i theta_l
 D). A complex mix across KV heads at one frequency commutes with the rotation, so per frequency any number of
 directions of a num_key_value_heads-dimensional complex space may be kept in slots. The rest moves to the
-latent and loses its rotation, which is replaced by its mean over the attention mass, c_{h,l} = E exp(-i
-theta_l D), folded into the query. What is lost is the fraction 1 - |c|^2 of that component's score energy.
+latent and loses its rotation, which is replaced by its mean c_{h,l} = E exp(-i theta_l D), folded into the query.
+What is lost is the fraction 1 - |c|^2 of that component's score energy. The mean is weighted by what a score error at
+that key costs and by the energies of both chi and kappa: keys that matter at large distances, such as the attention
+sink at position 0, are not like their nearer neighbours.
 """
 
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ class RopeSplit:
     W_QR: Float[Tensor, "num_heads qk_rope_head_dim hidden_size"]
     W_KR: Float[Tensor, "qk_rope_head_dim hidden_size"]
     W_K_nope: Float[Tensor, "num_key_value_heads source_head_dim hidden_size"]
-    cost: float  # score energy lost by unrotated pairs, in the units of query_energy
+    cost: float  # what the pairs that rotate no more cost, in the units of lost times key_pairs
 
 
 def stride_fits(source_head_dim: int, qk_rope_head_dim: int, stride: int) -> bool:
@@ -157,36 +159,28 @@ def to_interleaved(pairs: Complex[Tensor, "*heads slots hidden"]) -> Float[Tenso
 
 
 def mean_rotation(
-    histogram: Float[Tensor, "num_heads distances"], inv_freq: Tensor
+    turned_energy: Float[Tensor, "num_heads pairs 2"], pair_energy: Float[Tensor, "num_heads pairs"]
 ) -> Complex[Tensor, "num_heads pairs"]:
-    """c_{h,l} = E exp(-i theta_l D) over a histogram of attention by distance D; |c| <= 1."""
-    distance = torch.arange(histogram.shape[1], dtype=torch.float64, device=histogram.device)
-    phase = torch.polar(torch.ones_like(distance[:, None] * inv_freq), -distance[:, None] * inv_freq)
-    mass = histogram / histogram.sum(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    return mass.to(phase.dtype) @ phase
+    """c_{h,l} = E exp(-i theta_l D), weighted by what a score error costs and by the pair's energy; |c| <= 1."""
+    return torch.view_as_complex(turned_energy.contiguous()) / pair_energy.clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def split_rope(
     W_Q: Float[Tensor, "num_heads source_head_dim hidden_size"],
     W_K: Float[Tensor, "num_key_value_heads source_head_dim hidden_size"],
     plan: RopePlan,
-    covariance: Float[Tensor, "hidden_size hidden_size"],
+    key_pairs: Complex[Tensor, "pairs num_key_value_heads num_key_value_heads"],
     rotation: Complex[Tensor, "num_heads pairs"],
-    query_energy: Float[Tensor, "num_heads pairs"],
-    lost_fraction: Float[Tensor, "num_heads pairs"],
+    lost: Float[Tensor, "num_key_value_heads pairs"],
 ) -> RopeSplit:
     """Choose each slot's direction and divide the projections; all fp64, arguments untouched.
 
-    covariance is the (weighted) second moment of the attention input over key positions, rotation is c (ones:
-    a lost rotation becomes the identity), query_energy the weight gamma_h E|chi_{h,l}|^2 of each query pair
-    and lost_fraction the part of it that a lost rotation costs (1 - |c|^2). At frequency l the slots take the
-    leading Hermitian eigenvectors of N^1/2 S_l N^1/2, S_l the covariance of the keys across KV heads, N the
-    diagonal of the lost energies sum_{h in j} query_energy lost_fraction.
+    key_pairs is S_l, the second moment of each frequency's keys across KV heads; rotation is c (ones: a lost rotation
+    becomes the identity); lost is N, what losing the rotation of one unit of key energy costs. At frequency l the slots
+    take the leading Hermitian eigenvectors of N^1/2 S_l N^1/2.
     """
     query, key = to_complex(W_Q), to_complex(W_K)
     groups, per_group = W_K.shape[0], W_Q.shape[0] // W_K.shape[0]
-    # A frequency that loses nothing still prefers its strongest direction, hence the floor.
-    lost = (query_energy * lost_fraction.clamp_min(1e-9)).unflatten(0, (groups, per_group)).sum(1)
     # A dead layer or KV head (nothing reads its score) has no lost energy; its slots are as good as any others, but the
     # balancing below divides by the root of it.
     lost = lost.clamp_min(DEAD * lost.max().item()) if lost.max() > 0 else torch.ones_like(lost)
@@ -204,8 +198,7 @@ def split_rope(
             into, back = (torch.eye(groups, dtype=key.dtype, device=key.device),) * 2
         else:
             weight = lost[:, pair].sqrt()
-            weighted = key[:, pair] * weight[:, None]
-            energy, basis = torch.linalg.eigh(weighted @ covariance.to(key.dtype) @ weighted.mH)
+            energy, basis = torch.linalg.eigh(weight[:, None] * key_pairs[pair] * weight)
             kept = basis[:, groups - len(slots) :]
             cost += energy[: groups - len(slots)].clamp_min(0).sum().item()
             into, back = kept.mH * weight, kept / weight[:, None]  # kappa = back into kappa + rest

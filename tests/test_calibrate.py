@@ -1,5 +1,7 @@
 """Calibration against the model itself: its hidden states, its losses, and derivatives taken by autograd."""
 
+import cmath
+import itertools
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -155,7 +157,8 @@ class Brute:
         self.attention, self.spec = attention.double(), spec
         self.W_O = attention.o_proj.weight.detach().unflatten(1, (HEADS, WIDTH)).transpose(0, 1)
         zeros: Callable[..., Tensor] = lambda *shape: torch.zeros(shape, dtype=torch.float64)  # noqa: E731
-        self.distance, self.query = zeros(HEADS, WINDOW), zeros(HEADS, WIDTH, WIDTH)
+        self.pair_energy, self.turned_energy = zeros(HEADS, WIDTH // 2), zeros(HEADS, WIDTH // 2, 2)
+        self.key_pairs = zeros(WIDTH // 2, GROUPS, GROUPS, 2)
         self.value, self.key = zeros(GROUPS, HIDDEN, HIDDEN), zeros(GROUPS, HIDDEN, HIDDEN)
         self.query_at_key, self.key_trace = zeros(HEADS, WIDTH, WIDTH), zeros(HEADS)
 
@@ -176,14 +179,26 @@ class Brute:
                 by_score = torch.autograd.functional.jacobian(output, torch.zeros_like(scores))
                 cost = by_score.square().sum(0)  # |d output / d score|^2 at each key
                 for s in range(t + 1):
-                    self.distance[head, t - s] += cost[s]
-                self.query[head] += cost.sum() * torch.outer(q[head, t], q[head, t])
+                    self.add_pairs(head, t - s, cost[s], q[head, t], k[:: HEADS // GROUPS, s])
                 mean = torch.softmax(scores, 0) @ seen
                 self.value[group] += torch.outer(mean, mean)
                 J = by_score @ seen  # d output / d u for scores + seen @ u
                 self.key[group] += J.T @ J
                 self.key_trace[head] += J.square().sum()
                 self.query_at_key[head] += J.square().sum() * torch.outer(q[head, t], q[head, t])
+
+    def add_pairs(self, head: int, distance: int, cost: Tensor, q: Tensor, keys: Tensor) -> None:
+        """One query and one position's keys [groups, width], unrotated, pair by pair."""
+        for pair in range(WIDTH // 2):
+            chi = complex(q[pair], q[pair + WIDTH // 2])
+            kappa = [complex(k[pair], k[pair + WIDTH // 2]) for k in keys]
+            energy = cost.item() * abs(chi) ** 2 * abs(kappa[head // (HEADS // GROUPS)]) ** 2
+            turned = energy * cmath.exp(-1j * self.spec.inv_freq[pair].item() * distance)
+            self.pair_energy[head, pair] += energy
+            self.turned_energy[head, pair] += torch.tensor([turned.real, turned.imag], dtype=torch.float64)
+            for j, k in itertools.product(range(GROUPS), repeat=2):
+                both = cost.item() * abs(chi) ** 2 * kappa[j] * kappa[k].conjugate()
+                self.key_pairs[pair, j, k] += torch.tensor([both.real, both.imag], dtype=torch.float64)
 
 
 def test_attention_moments_are_the_derivatives_of_the_output(folder: Path, every_position: None) -> None:
@@ -205,7 +220,7 @@ def test_attention_moments_are_the_derivatives_of_the_output(folder: Path, every
         brute.add(h)
     found = observer.moments
     assert found.counts.tolist() == [2 * WINDOW, 2 * WINDOW]
-    for name in ("distance", "query", "value", "key", "query_at_key", "key_trace"):
+    for name in ("pair_energy", "turned_energy", "key_pairs", "value", "key", "query_at_key", "key_trace"):
         want = getattr(brute, name)
         assert off(getattr(found, name), want) <= 1e-13, name  # measured at most 1.6e-15
         assert off(getattr(found, name).flip(0), want) > 1e-2, name  # control: heads reversed, 0.14 or more
@@ -249,4 +264,4 @@ def test_tiny_and_repeated_inputs_leave_finite_moments(folder: Path, tmp_path: P
     for found in moments_of(folder, torch.full((2, 3), 7), tmp_path / "m"):
         assert all(getattr(found, f.name).isfinite().all() for f in fields(LayerMoments))
         assert found.tokens == 6
-        assert found.distance.min() >= 0 and found.key_trace.min() >= 0
+        assert found.pair_energy.min() >= 0 and found.key_trace.min() >= 0

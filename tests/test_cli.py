@@ -14,16 +14,21 @@ from typer.testing import CliRunner, Result
 
 import mla_convert
 from mla_convert import cli, flags
+from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.errors import BadCheckpoint, UnsupportedSource
 from mla_convert.finetune_recipe import FinetuneRecipe
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
+from mla_convert.plan_recipe import PlanRecipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 
 RECIPES = {
+    "plan": PlanRecipe,
     "convert": ConvertRecipe,
     "heal": HealRecipe,
     "finetune": FinetuneRecipe,
     "verify": VerifyRecipe,
     "eval": EvalRecipe,
+    "bench": BenchRecipe,
+    "report": ReportRecipe,
     "demo": DemoRecipe,
 }
 SIZE = ["--kv-lora-rank", "128", "--qk-rope-head-dim", "64"]

@@ -11,17 +11,22 @@ from typer.testing import CliRunner
 
 import mla_convert
 from mla_convert import cli, flags
+from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.finetune_recipe import FinetuneRecipe
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
+from mla_convert.plan_recipe import PlanRecipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECIPES = {
+    "plan": PlanRecipe,
     "finetune": FinetuneRecipe,
     "convert": ConvertRecipe,
     "heal": HealRecipe,
     "verify": VerifyRecipe,
     "eval": EvalRecipe,
+    "bench": BenchRecipe,
+    "report": ReportRecipe,
     "demo": DemoRecipe,
 }
 
@@ -79,14 +84,16 @@ def test_the_readme_commands_run_in_order(smollm_shaped: Path, tmp_path: Path, m
         if "--recipe" in arguments:  # those name models on the hub
             continue
         filled = [str(smollm_shaped) if argument == "SOURCE" else argument for argument in arguments]
+        filled = [str(ROOT / part) if part.startswith("eval/suites/") else part for part in filled]
         if arguments[0] == "heal":  # shorter windows only make it quicker
             filled += ["--window", "128"]
         result = CliRunner().invoke(cli.app, filled)
         assert result.exit_code == 0, f"{arguments}: {result.output}"
         assert result.stdout
         ran.append(arguments[0])
-    assert ran == ["convert", "verify", "eval", "heal"]
-    for file in ("OUT/config.json", "OUT/conversion.json", "scores.json", "scores.png"):
+    assert ran == ["plan", "convert", "verify", "eval", "heal", "bench", "eval", "report"]
+    outputs = ("scores.json", "scores.png", "speed.json", "speed.png", "suite.html", "suite.md")
+    for file in ("OUT/config.json", "OUT/conversion.json", *outputs):
         assert (tmp_path / file).stat().st_size > 0
 
 

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_convert
+from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.errors import BadOption, MlaConvertError
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.options import Recipe, merge, resolve
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, VerifyRecipe
+from mla_convert.plan_recipe import PlanRecipe
+from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SIZE = {"kv_lora_rank": 128, "qk_rope_head_dim": 64}
@@ -199,7 +201,18 @@ def test_the_shipped_recipes_load(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe_type", [ConvertRecipe, HealRecipe, FinetuneRecipe, VerifyRecipe, EvalRecipe, DemoRecipe]
+    "recipe_type",
+    [
+        PlanRecipe,
+        ConvertRecipe,
+        HealRecipe,
+        FinetuneRecipe,
+        VerifyRecipe,
+        EvalRecipe,
+        BenchRecipe,
+        ReportRecipe,
+        DemoRecipe,
+    ],
 )
 def test_every_field_has_help_and_sizes_have_no_default(recipe_type: Any) -> None:
     for field in dataclasses.fields(recipe_type):

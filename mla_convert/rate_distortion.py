@@ -1,0 +1,296 @@
+"""Predicted loss against cache size, before any conversion: which size loses how much, and how to split it.
+
+One calibration pass gives every layer's moments. For each way to place the rotating slots one decomposition per layer
+tells the loss at every latent rank (`assemble.predict`); the best slots are taken at every size. The sum over layers
+orders sizes but is no loss in nats, so a few sizes are measured on held-out windows, layer by layer in memory, and the
+others lie between them by their predictions (`in_nats`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_convert.assemble import LayerReport, assemble, predict
+from mla_convert.cache_plan import BYTES
+from mla_convert.calibrate import KeptMoments, LayerMoments, calibrate
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.choose import converted_nll
+from mla_convert.errors import BadOption
+from mla_convert.families import SourceSpec, read_spec
+from mla_convert.layer import MLALayer
+from mla_convert.loading import load_tokenizer, resolve_device
+from mla_convert.plan_recipe import PlanRecipe
+from mla_convert.projections import SourceAttention, source_attention
+from mla_convert.report import progress
+from mla_convert.rope import RopePlan, ladder_plan, ladder_strides
+from mla_convert.sizes import Size, full_rank, source_numbers
+from mla_convert.stream import LayerStream
+from mla_convert.texts import check_ids, read_documents, text_hash, token_windows, with_conversations
+
+logger = logging.getLogger(__name__)
+
+STEPS = 12  # sizes of the curve: this many equal parts of the source's numbers, the first two and the last left out
+ROPE_STEPS = 4  # qk_rope_head_dim is tried in steps of source_head_dim over this
+HELD_OUT_SHARE = 4  # one held-out window per this many calibration windows
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One size at its best split. numbers: cached per token and layer. predicted: sum of `layers`, squared errors
+    relative to the residual stream. nats: predicted excess per token. measured: on held-out windows, where it was.
+    """
+
+    numbers: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    rope_stride: int | None
+    bytes_per_token: int
+    predicted: float
+    layers: tuple[float, ...]
+    nats: float
+    measured: float | None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Sizes from small to large. off: how far each measured size lies from what the other measured ones say of it,
+    relative; chosen: the size that meets the target, None where none does.
+    """
+
+    points: tuple[CurvePoint, ...]
+    off: tuple[float, ...]
+    source_numbers: int
+    source_nll: float
+    calibration_tokens: int
+    held_out_tokens: int
+    text_sha256: str
+    method: str
+    target: str
+    chosen: CurvePoint | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    recipe: PlanRecipe
+    checkpoint: Checkpoint
+    spec: SourceSpec
+    stream: LayerStream
+    kept: KeptMoments
+
+    def moments(self, layer: int) -> LayerMoments | None:
+        return None if self.recipe.method == "svd" else self.kept.load(layer)
+
+    def source(self, layer: int) -> SourceAttention:
+        front = self.stream.front(layer)
+        return source_attention(self.checkpoint, self.spec, layer, self.stream.device, front)
+
+    def assembled(self, layer: int, size: Size, sweeps: int) -> tuple[MLALayer, LayerReport]:
+        return assemble(self.source(layer), self.moments(layer), self.spec, size, self.recipe.method, sweeps)
+
+
+def rate_distortion(recipe: PlanRecipe) -> Curve:
+    """The curve of recipe.model and the size that meets the target.
+
+    Raises BadOption for an impossible target or text, UnsupportedSource for a model `convert` does not take.
+    """
+    checkpoint = Checkpoint.open(recipe.model)
+    spec = read_spec(checkpoint)
+    device = resolve_device(recipe.device)
+    totals = _totals(recipe, spec)
+    documents = read_documents(recipe.calib_data, part="calib")
+    ids = _windows(recipe, spec, documents)
+    held_out = ids[: max(1, len(ids) // (HELD_OUT_SHARE + 1))]
+    calibration = ids[len(held_out) :]
+    stream = LayerStream(checkpoint, spec, device)
+    with TemporaryDirectory(prefix="mla_convert_") as scratch:
+        work = _Work(recipe, checkpoint, spec, stream, KeptMoments(Path(scratch), spec, device))
+        if recipe.method != "svd":
+            with progress("calibrating", "windows x layers", len(calibration) * spec.num_hidden_layers) as advance:
+                for layer, moments in enumerate(calibrate(stream, calibration, recipe.seed, advance)):
+                    assert moments is not None  # no layer is kept as it is
+                    work.kept.keep(layer, moments)
+        best = _best_splits(work, totals)
+        source_nll, measured = _measure(work, held_out, best)
+    pairs = [(sum(best[i][1]), excess) for i, excess in measured.items()]
+    points = tuple(
+        CurvePoint(
+            numbers=total,
+            kv_lora_rank=size.kv_lora_rank,
+            qk_rope_head_dim=size.plan.qk_rope_head_dim,
+            rope_stride=size.plan.stride,
+            bytes_per_token=total * BYTES[recipe.cache_dtype] * spec.num_hidden_layers,
+            predicted=sum(layers),
+            layers=tuple(layers),
+            nats=in_nats(sum(layers), pairs),
+            measured=measured.get(index),
+        )
+        for index, (total, (size, layers)) in enumerate(zip(totals, best, strict=True))
+    )
+    return Curve(
+        points=points,
+        off=tuple(left_out(pairs)),
+        source_numbers=source_numbers(spec),
+        source_nll=source_nll,
+        calibration_tokens=calibration.numel(),
+        held_out_tokens=held_out.numel(),
+        text_sha256=text_hash(documents),
+        method=recipe.method,
+        target=_target(recipe),
+        chosen=_chosen(recipe, points),
+    )
+
+
+def in_nats(prediction: float, measured: Sequence[tuple[float, float]]) -> float:
+    """Excess of a prediction from measured (prediction, excess) pairs: between two neighbours linear in logarithms,
+    that is factor x prediction^exponent, and beyond the last ones as between them; with one pair in proportion.
+
+    Sizes that lost nothing on the held-out windows say nothing and are left out; an excess that falls where the
+    prediction rises is noise and is taken as level. Raises BadOption where no pair is left.
+    """
+    lost = sorted((p, excess) for p, excess in measured if p > 0 and excess > 0)
+    if not lost:
+        raise BadOption(
+            "no measured size lost anything on the held-out windows, so predictions cannot be turned into nats; use "
+            "more text (--calib-data, --calib-windows) or a longer --window"
+        )
+    if prediction <= 0:
+        return 0.0
+    x = [math.log(p) for p, _ in lost]
+    y = list(accumulate((math.log(excess) for _, excess in lost), max))
+    at = math.log(prediction)
+    upper = min(max(bisect(x, at), 1), len(x) - 1)
+    if upper < 1 or x[upper] == x[upper - 1]:
+        return math.exp(y[0] + at - x[0])
+    slope = (y[upper] - y[upper - 1]) / (x[upper] - x[upper - 1])
+    return math.exp(y[upper] + slope * (at - x[upper]))
+
+
+def left_out(points: Sequence[tuple[float, float]]) -> list[float]:
+    """For each point, |in_nats by the others / measured - 1|; empty below three points that lost anything."""
+    lost = [(p, excess) for p, excess in points if p > 0 and excess > 0]
+    if len(lost) < 3:
+        return []
+    found = []
+    for place, (prediction, excess) in enumerate(lost):
+        found.append(abs(in_nats(prediction, [*lost[:place], *lost[place + 1 :]]) / excess - 1))
+    return found
+
+
+def _totals(recipe: PlanRecipe, spec: SourceSpec) -> list[int]:
+    """Sizes of the curve, small to large; with --target-bytes also exactly that one."""
+    whole = source_numbers(spec)
+    totals = {whole * step // STEPS for step in range(2, STEPS)}
+    if recipe.target_bytes is not None:
+        wanted = recipe.target_bytes // (BYTES[recipe.cache_dtype] * spec.num_hidden_layers)
+        if not 3 <= wanted < whole:
+            per_number = BYTES[recipe.cache_dtype] * spec.num_hidden_layers
+            raise BadOption(
+                f"target_bytes={recipe.target_bytes} is {wanted} numbers per token and layer in {recipe.cache_dtype}; "
+                f"name {3 * per_number:,} to {(whole - 1) * per_number:,} (the source caches {whole} numbers)"
+            )
+        totals.add(wanted)
+    return sorted(total for total in totals if total >= 3)
+
+
+def _plans(spec: SourceSpec) -> list[RopePlan]:
+    """The ways to place rotating slots that are tried: a few widths, the fastest pairs or pairs spread out."""
+    d = spec.source_head_dim
+    step = max(2, d // ROPE_STEPS // 2 * 2)
+    plans = []
+    for rope in range(step, d + 1, step):
+        strides = ladder_strides(d, rope)
+        plans += [ladder_plan(spec, rope, stride) for stride in sorted({strides[0], strides[-1]})]
+    return plans
+
+
+def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[float]]]:
+    """For every total the split with the least prediction, and that prediction layer by layer."""
+    spec, plans = work.spec, _plans(work.spec)
+    fitting = [
+        [
+            t - plan.qk_rope_head_dim
+            for t in totals
+            if 1 <= t - plan.qk_rope_head_dim <= full_rank(spec, plan.qk_rope_head_dim)
+        ]
+        for plan in plans
+    ]
+    losses: list[list[dict[int, float]]] = [[] for _ in plans]  # [plan][layer][rank]
+    with progress("predicting", "layers", spec.num_hidden_layers * len(plans)) as advance:
+        for layer in range(spec.num_hidden_layers):
+            source, moments = work.source(layer), work.moments(layer)
+            for place, (plan, ranks) in enumerate(zip(plans, fitting, strict=True)):
+                losses[place].append(predict(source, moments, spec, plan, ranks, work.recipe.method) if ranks else {})
+                advance(1)
+    best = []
+    for total in totals:
+        choices = [
+            (sum(by_rank[total - plan.qk_rope_head_dim] for by_rank in losses[place]), place)
+            for place, plan in enumerate(plans)
+            if total - plan.qk_rope_head_dim in fitting[place]
+        ]
+        if not choices:
+            least = min(plan.qk_rope_head_dim for plan in plans) + 1
+            raise BadOption(f"{total} numbers per token and layer leave no latent; use {least} or more")
+        place = min(choices)[1]
+        rank = total - plans[place].qk_rope_head_dim
+        best.append((Size(rank, plans[place]), [by_rank[rank] for by_rank in losses[place]]))
+    return best
+
+
+@torch.no_grad()
+def _measure(work: _Work, held_out: Tensor, best: list[tuple[Size, list[float]]]) -> tuple[float, dict[int, float]]:
+    """Nats per token of the source, and the excess at sizes spread over the curve, on `held_out`."""
+    count = min(work.recipe.measured, len(best))
+    places = sorted({round(i * (len(best) - 1) / (count - 1)) for i in range(count)})
+    layers = work.spec.num_hidden_layers
+    measured = {}
+    with progress("measuring", "layers", layers * (len(places) + 1)) as advance:
+        states = work.stream.embed(held_out)
+        for layer in range(layers):
+            states = work.stream.run(work.stream.load(layer), states)
+            advance(1)
+        source_nll = work.stream.nll(states, held_out)
+        for place in places:
+            size = best[place][0]
+            measured[place] = converted_nll(work.stream, held_out, size, work.assembled, advance) - source_nll
+            logger.info("%s: %+.4f nats per token on held-out windows", size, measured[place])
+    return source_nll, measured
+
+
+def _target(recipe: PlanRecipe) -> str:
+    if recipe.target_loss is not None:
+        return f"{recipe.target_loss:g} nats per token"
+    return f"{recipe.target_bytes:,} B per token"
+
+
+def _chosen(recipe: PlanRecipe, points: Sequence[CurvePoint]) -> CurvePoint | None:
+    if recipe.target_bytes is not None:
+        return max(
+            (p for p in points if p.bytes_per_token <= recipe.target_bytes), key=lambda p: p.numbers, default=None
+        )
+    assert recipe.target_loss is not None
+    return next((point for point in points if point.nats <= recipe.target_loss), None)
+
+
+def _windows(recipe: PlanRecipe, spec: SourceSpec, documents: list[str]) -> Tensor:
+    tokenizer: Any = load_tokenizer(recipe.model)
+    wanted = recipe.calib_windows + max(1, recipe.calib_windows // HELD_OUT_SHARE)
+    ids = with_conversations(tokenizer, token_windows(tokenizer, documents, recipe.window, wanted))
+    check_ids(ids, spec.vocab_size, recipe.model)
+    if len(ids) < 2:
+        raise BadOption(
+            f"the text gives {len(ids)} window of {recipe.window} tokens, and one more must be held out; give more "
+            "text with --calib-data or a smaller --window"
+        )
+    return ids
