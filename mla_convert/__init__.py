@@ -162,31 +162,44 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 
-_AUTO = "transformers.models.auto.modeling_auto"
+# What makes the native format known, as soon as this part of transformers is imported and not before.
+_AUTO = "transformers.models.auto."
+_REGISTER = {
+    f"{_AUTO}configuration_auto": "register_configs",
+    f"{_AUTO}tokenization_auto": "share_tokenizers",
+    f"{_AUTO}modeling_auto": "register_models",
+}
+
+
+def _register(name: str) -> None:
+    getattr(importlib.import_module("mla_convert.modeling.configs"), _REGISTER[name])()
 
 
 class _RegisterNative(importlib.abc.MetaPathFinder):
-    """Registers the native format's classes as soon as transformers' auto classes are imported, and not before."""
+    """Calls `_register` after transformers' auto modules are imported."""
+
+    def __init__(self) -> None:
+        self.waiting = {name for name in _REGISTER if name not in sys.modules}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _AUTO:
+        """The module's own spec, with a loader that registers afterwards."""
+        if name not in self.waiting:
             return None
-        sys.meta_path.remove(self)
+        self.waiting.remove(name)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                importlib.import_module("mla_convert.modeling.classes").register()
+                _register(name)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-if _AUTO in sys.modules:
-    importlib.import_module("mla_convert.modeling.classes").register()
-else:
-    sys.meta_path.insert(0, _RegisterNative())
+for _name in [name for name in _REGISTER if name in sys.modules]:
+    _register(_name)
+sys.meta_path.insert(0, _RegisterNative())

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.experts import stored_tensors
 from mla_convert.family_table import FAMILIES
-from mla_convert.modeling.classes import PREFIX
+from mla_convert.modeling.configs import PREFIX
 from mla_convert.stock import LATENT_NORM_EPS
 
 SAMPLE = "The quick brown fox, 1234 + 5678 = 6912;\n\tif x == 'é': return [λ]\n"

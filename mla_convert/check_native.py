@@ -15,7 +15,8 @@ from mla_convert.check_files import Check, found
 from mla_convert.check_models import ABSORB_BOUND, LAYER_BOUND, within, worst_of
 from mla_convert.layer import attend_expanded
 from mla_convert.modeling.attention import MLAttention
-from mla_convert.modeling.classes import native_classes, native_name
+from mla_convert.modeling.classes import native_classes
+from mla_convert.modeling.configs import native_name
 from mla_convert.native import NativeFolder
 
 OWN = ("architectures", "model_type", "dtype", "mla")

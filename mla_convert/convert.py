@@ -239,10 +239,12 @@ def output_is_native(recipe: ConvertRecipe, spec: SourceSpec) -> bool:
 
 
 def output_dtype(recipe: ConvertRecipe, spec: SourceSpec, native: bool = False) -> torch.dtype:
-    """The type written. Raises BadOption where `auto` would mean float16 in the stock format."""
+    """The type written. Raises BadOption where `auto` would mean float16."""
     if recipe.dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.dtype]
-    if spec.dtype == torch.float16 and not native:
+    if spec.dtype == torch.float16 and native:
+        raise BadOption("the source is stored in float16, which is not written; use --dtype float32 or bfloat16")
+    if spec.dtype == torch.float16:
         raise BadOption(f"the source is stored in float16, and {FLOAT16_REASON} (--dtype)")
     return spec.dtype
 

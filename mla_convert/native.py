@@ -25,7 +25,8 @@ from mla_convert.family_table import FAMILIES, IGNORED_TENSORS
 from mla_convert.features import build_config, build_skeleton, layer_facts
 from mla_convert.layer import MLALayer
 from mla_convert.modeling.attention import LatentShape, MLAttention
-from mla_convert.modeling.classes import FORMAT, PREFIX, native_classes, native_name
+from mla_convert.modeling.classes import native_classes
+from mla_convert.modeling.configs import FORMAT, PREFIX, native_name
 from mla_convert.projections import attention_prefix, read_projection
 from mla_convert.stock import interleave_heads
 

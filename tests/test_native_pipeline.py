@@ -59,7 +59,7 @@ def test_layers_can_be_kept(tmp_path: Path, family: str, keep: str, converted: l
     source = tiny_model(tmp_path / "source", family)
     out = convert_fp64(source, tmp_path / "out", lossless=True, keep_layers=keep)
     assert NativeFolder(out).converted == converted
-    assert distance(logits(fp64_model(out), IDS), logits(fp64_model(source), IDS)) <= 1e-12  # measured 5e-15
+    assert distance(logits(fp64_model(out), IDS), logits(fp64_model(source), IDS)) <= 1e-12  # as in test_native.py
 
 
 @pytest.mark.parametrize(
@@ -177,6 +177,14 @@ def test_experts_are_copied_one_by_one(tmp_path: Path) -> None:
     assert any(".experts.4.up_proj" in name for name in names)
     assert all(torch.equal(before[name], after[name]) for name in names)
     assert {name for name in after if "self_attn" not in name} == set(names)
+
+
+def test_a_float16_source_needs_a_type_that_is_written(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path / "source", "qwen3", dtype=torch.float16)
+    with pytest.raises(BadOption, match="stored in float16, which is not written; use --dtype float32 or bfloat16"):
+        mla_convert.convert(source=str(source), out=str(tmp_path / "out"), lossless=True)
+    mla_convert.convert(source=str(source), out=str(tmp_path / "out"), lossless=True, dtype="bfloat16")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / NAME).values()} == {torch.bfloat16}
 
 
 def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:

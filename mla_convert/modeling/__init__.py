@@ -1,1 +1,1 @@
-"""The native format: every family's own model classes with latent attention (classes.register makes them known)."""
+"""The native format: every family's own model classes with latent attention (configs.py makes them known)."""

@@ -1,8 +1,6 @@
-"""The arithmetic of latent attention that needs no weights: rotation, masks, softmax, both evaluation paths.
+"""The arithmetic of expanded attention that needs no weights: rotation, masks, softmax.
 
-The absorbed path sees one shared key [c ; k_pe] and one shared value c per token for all heads (DeepSeek-V2,
-arXiv:2405.04434, section 2.1.2); the expanded path has keys and values of every head. Both take the same masks,
-soft caps and sinks, and agree up to rounding.
+The absorbed path, one shared key [c ; k_pe] and one shared value c for all heads, is mla_convert.attention's.
 """
 
 import torch
@@ -42,27 +40,6 @@ def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float | None
         return torch.softmax(scores, dim=-1).to(kind)
     column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1].to(kind)
-
-
-def latent_attention(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    scale: float,
-    mask: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Absorbed attention: softmax(scale (q_latent . kv_c + q_pe . k_pe)) kv_c, shape [batch, heads, queries, rank].
-
-    q_latent [batch, heads, queries, rank], q_pe [batch, heads, queries, rope], kv_c [batch, keys, rank], k_pe
-    [batch, keys, rope]; mask as in `attention_weights`, None: nothing is hidden.
-    """
-    scores = q_latent @ kv_c[:, None].transpose(-1, -2)
-    if k_pe.shape[-1]:
-        scores = scores + q_pe @ k_pe[:, None].transpose(-1, -2)
-    return attention_weights(scores * scale, mask, softcap, sinks) @ kv_c[:, None]
 
 
 def expanded_attention(
