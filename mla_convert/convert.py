@@ -27,7 +27,7 @@ from mla_convert.options import FLOAT16_REASON
 from mla_convert.projections import source_attention
 from mla_convert.recipe import ConvertRecipe, HealSettings
 from mla_convert.report import progress
-from mla_convert.sizes import Size, allowed_sizes, source_numbers
+from mla_convert.sizes import Size, allowed_sizes, source_numbers, unseen_pairs
 from mla_convert.stream import LayerStream
 from mla_convert.texts import check_ids, read_documents, text_hash, token_windows, with_conversations
 from mla_convert.write import FolderWriter
@@ -125,6 +125,7 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
                 texts.held_out,
                 lambda *which: _assembled(job, stream, _stored(kept, job, which[0]), *which),
             )
+    _warn_of_unseen(job, size)
     reports, healing = list[LayerReport](), list[HealReport]()
     calibrating, whole = Clock(), list[Stage]()
     windows = len(texts.calibration) if kept is None else 0
@@ -175,6 +176,17 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
         calibration_tokens=texts.calibration.numel(),
         stages=tuple(done),
     )
+
+
+def _warn_of_unseen(job: Job, size: Size) -> None:
+    unseen = [] if job.recipe.lossless else unseen_pairs(job.spec, size.plan, job.recipe.window)
+    if unseen:
+        logger.warning(
+            "%d of %d frequencies (%s) lose their rotation, and windows of %d tokens cannot show what that costs at "
+            "positions up to %d: the loss will grow with the position. A longer --window measures it; "
+            "--qk-rope-head-dim %d keeps every frequency", len(unseen), job.spec.pairs,
+            ", ".join(map(str, unseen)), job.recipe.window, job.spec.max_position_embeddings, 2 * job.spec.pairs,
+        )  # fmt: skip
 
 
 def _kept_moments(job: Job, stream: LayerStream, ids: Tensor, scratch: Path) -> KeptMoments:

@@ -32,7 +32,7 @@ from mla_convert.teacher import CachedTeacher, LiveTeacher, write_cache
 from mla_convert.texts import check_ids
 from mla_convert.train_data import TrainingText, read_training_text
 from mla_convert.train_export import Exported, Outcome, export, writer_of
-from mla_convert.train_model import Student, choose_trained, open_latent, unit_latent
+from mla_convert.train_model import PADDED, Student, choose_trained, open_latent, unit_latent
 from mla_convert.trainer import (
     BEST,
     DistillTrainer,
@@ -192,6 +192,7 @@ def _trainer(recipe: FinetuneRecipe, args: TrainingArguments, text: TrainingText
 def prepared(recipe: FinetuneRecipe, device: torch.device, windows: Tensor) -> Any:
     """The converted model in fp32, its latent norm open, adapters in, requires_grad set."""
     model = load_model(recipe.converted, torch.float32, device)
+    model.set_attn_implementation(PADDED)
     open_latent(model)
     if recipe.train != "lora":  # adapters are added to the matrices as they were written
         unit_latent(model, windows[:GAUGE_WINDOWS])

@@ -1,5 +1,6 @@
 """Which latent ranks and rotating slots a recipe allows for a source, checked before anything is computed."""
 
+import math
 from dataclasses import dataclass
 
 from mla_convert.errors import BadOption
@@ -16,6 +17,10 @@ from mla_convert.rope import (
     stride_fits,
 )
 
+# SmolLM2 calibrated on windows of 1,024 tokens, excess nats per token at 144 + 48, whose eight slowest pairs lose their
+# rotation: 0.19 up to position 1,024 and 1.43 at 8,192, where they have turned by 0.1 to 1.4 radians. At 128 + 64,
+# which keeps a slot for every frequency: 0.18 and 0.19.
+UNSEEN_TURN = 0.3
 SPLIT_STEPS = 8  # with --cache-ratio, qk_rope_head_dim is tried in steps of source_head_dim / 8
 
 
@@ -74,7 +79,28 @@ def allowed_sizes(recipe: ConvertRecipe, spec: SourceSpec, native: bool = False)
             f"kv_lora_rank={rank} exceeds {full_rank(spec, rope)}, the rank of [W_K; W_V] left after {rope} "
             f"rotating dimensions; use --kv-lora-rank {full_rank(spec, rope)} or less"
         )
-    return [Size(rank, plan) for plan in _plans(recipe, spec, rope, native)]
+    return _reaching([Size(rank, plan) for plan in _plans(recipe, spec, rope, native)], spec, recipe.window)
+
+
+def _reaching(sizes: list[Size], spec: SourceSpec, window: int) -> list[Size]:
+    """Those that lose no rotation unseen, if there are any: neither prediction nor held-out windows can rank others."""
+    return [size for size in sizes if not unseen_pairs(spec, size.plan, window)] or sizes
+
+
+def unseen_pairs(spec: SourceSpec, plan: RopePlan, window: int) -> list[int]:
+    """Pairs without a slot whose rotation windows of `window` tokens cannot show, though the model's context does.
+
+    They turn by less than a full turn within the window, and by UNSEEN_TURN radians or more beyond it. Losing such a
+    pair looks free on every window and grows with the position.
+    """
+    unseen = set[int]()
+    for facts in spec.layers:
+        reach = min(spec.max_position_embeddings, facts.window or spec.max_position_embeddings)
+        for pair, frequency in enumerate(facts.inv_freq.tolist()):
+            lost = pair not in plan.source_index
+            if lost and frequency * window < 2 * math.pi and frequency * (reach - window) >= UNSEEN_TURN:
+                unseen.add(pair)
+    return sorted(unseen)
 
 
 def _plans(recipe: ConvertRecipe, spec: SourceSpec, rope: int, native: bool) -> list[RopePlan]:
@@ -99,7 +125,7 @@ def _split_sizes(recipe: ConvertRecipe, spec: SourceSpec, ratio: float, native: 
             f"layer, which no split into a latent and {step} to {rotating} rotating numbers "
             "gives; give --kv-lora-rank and --qk-rope-head-dim, or --lossless"
         )
-    return sizes
+    return _reaching(sizes, spec, recipe.window)
 
 
 def _fitting_plans(recipe: ConvertRecipe, spec: SourceSpec, rope: int, native: bool) -> list[RopePlan]:
