@@ -63,6 +63,15 @@ def roots(matrix: Tensor, floor: float = FLOOR) -> tuple[Tensor, Tensor]:
     return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
 
 
+def slot_sizes(squares: Tensor) -> Tensor:
+    """Root mean square of each slot, twice (its real and its imaginary row), from the rows' second moments; 1 if dead.
+
+    A slot's two rows must be scaled alike: they are one complex number.
+    """
+    size = squares.unflatten(0, (-1, 2)).mean(1).sqrt().repeat_interleave(2)
+    return torch.where(size > 0, size, 1.0)
+
+
 def truncated_svd(blocks: Sequence[Block], rank: int, covariance: Tensor) -> tuple[Tensor, Tensor]:
     """W_DKV from the leading left singular vectors of M^1/2 W covariance^1/2, and all singular values.
 

@@ -37,7 +37,7 @@ class FinetuneRecipe(Recipe):
     batch_size: int = option("Windows per optimiser step, over all processes.", 4, at_least=1)
     micro_batch: int = option("Windows per forward pass of one process; the rest is accumulated.", 1, at_least=1)
     learning_rate: float = option(
-        "Peak step size of AdamW, relative to the rms of each matrix (of lora adapters: absolute).", 1e-3
+        "Peak step size of AdamW, relative to the rms of each matrix (of lora adapters: absolute).", 5e-4
     )
     kd_weight: float = option(
         "Loss = kd_weight * T^2 KL(source || model) at temperature T + (1 - kd_weight) * cross-entropy, 0 to 1.", 1.0

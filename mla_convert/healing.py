@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mla_convert.factor import roots
+from mla_convert.factor import roots, slot_sizes
 from mla_convert.family_table import FAMILIES
 from mla_convert.layer import MLALayer, attend_expanded, latent_inputs, rotation_table
 from mla_convert.recipe import HealSettings
@@ -107,14 +107,25 @@ def schedule(step: int, steps: int) -> float:
 
 
 def with_unit_latent(layer: MLALayer, inputs: Tensor) -> MLALayer:
-    """The same layer with its latent in coordinates of unit covariance, so that one step size fits all of it."""
+    """The same layer with a latent of unit covariance and slots of unit size, so that one step size fits all of it."""
     width = layer.W_DKV.shape[1]
     moment = torch.zeros(width, width, dtype=torch.float64, device=layer.W_DKV.device)
     for window in inputs:
         rows = latent_inputs(layer, window.to(moment.device))
         moment += (rows.T @ rows).double()
-    root, inverse = roots(layer.W_DKV @ (moment / inputs.shape[:2].numel()) @ layer.W_DKV.T, 1e-6)
-    return replace(layer, W_DKV=inverse @ layer.W_DKV, W_UK=layer.W_UK @ root, W_UV=layer.W_UV @ root)
+    moment /= inputs.shape[:2].numel()
+    root, inverse = roots(layer.W_DKV @ moment @ layer.W_DKV.T, 1e-6)
+    size = slot_sizes(((layer.W_KR @ moment) * layer.W_KR).sum(1))[:, None]
+    return replace(
+        layer,
+        W_DKV=inverse @ layer.W_DKV,
+        W_UK=layer.W_UK @ root,
+        W_UV=layer.W_UV @ root,
+        W_KR=layer.W_KR / size,
+        W_QR=layer.W_QR * size,
+        b_KR=None if layer.b_KR is None else layer.b_KR / size[:, 0],
+        b_QR=None if layer.b_QR is None else layer.b_QR * size[:, 0],
+    )
 
 
 def heal_layers(

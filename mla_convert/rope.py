@@ -23,6 +23,7 @@ from mla_convert.frequencies import inverse_frequencies, longrope_frequencies
 
 # Relative; config files hold theta' with 16 digits, classes compute in fp32 (6e-8).
 FREQUENCY_TOLERANCE = 1e-6
+TINY = 1e-300  # keeps the quotient of a dead row finite
 DEAD = 1e-12  # lost energies below this fraction of the layer's largest count as this much
 
 
@@ -202,6 +203,11 @@ def split_rope(
             kept = basis[:, groups - len(slots) :]
             cost += energy[: groups - len(slots)].clamp_min(0).sum().item()
             into, back = kept.mH * weight, kept / weight[:, None]  # kappa = back into kappa + rest
+            # A slot's key row gets the size of the source's at this frequency, so that the query's keeps its size too:
+            # any scale computes the same, but with weights of 1e-6 optimisers and storage types would suffer.
+            size = (into @ key[:, pair]).norm(dim=1) / key[:, pair].norm(dim=1).square().mean().sqrt().clamp_min(TINY)
+            size = torch.where(size > 0, size, 1.0)
+            into, back = into / size[:, None], back * size
         W_KR[slots] = into @ key[:, pair]
         W_QR[:, slots] = query[:, pair, None] * back.conj().repeat_interleave(per_group, 0)[:, :, None]
         rest[:, pair] -= back @ (into @ key[:, pair])

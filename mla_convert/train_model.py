@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from mla_convert.distill import LossWeights, TopLogits, chunked_loss, hidden_loss
-from mla_convert.factor import roots
+from mla_convert.factor import roots, slot_sizes
 from mla_convert.scoring import decoder, head
 from mla_convert.stock import LATENT_NORM_EPS, latent_alpha
 
@@ -93,27 +93,33 @@ def close_latent(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def unit_latent(model: PreTrainedModel, ids: Tensor) -> None:
-    """Change the latent's coordinates, in place, so that its second moment over ids [windows, tokens] is one.
+    """Change the coordinates of what is cached, in place: over ids [windows, tokens] the latent's second moment becomes
+    one, and so does each slot's.
 
-    The function stays; one step size then fits all latent directions. The latent norm must be open.
+    The function stays; one step size then fits all of them. The latent norm must be open.
     """
     moments: dict[nn.Module, Tensor] = {}
 
     def add(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        rows = args[0].flatten(0, -2).double()
+        rows = out.flatten(0, -2).double()
         moments[module] = moments.get(module, 0) + rows.T @ rows / (ids.shape[0] * rows.shape[0])
 
-    hooks = [layer.self_attn.kv_a_layernorm.register_forward_hook(add) for layer in layers_of(model)]
+    hooks = [layer.self_attn.kv_a_proj_with_mqa.register_forward_hook(add) for layer in layers_of(model)]
     for window in ids:
         decoder(model)(input_ids=window[None].to(model.device), use_cache=False)
     for hook in hooks:
         hook.remove()
     for layer in layers_of(model):
         attention = layer.self_attn
-        root, inverse = roots(moments[attention.kv_a_layernorm], OPEN_DIRECTIONS)
+        moment, rank = moments[attention.kv_a_proj_with_mqa], attention.kv_b_proj.in_features
+        root, inverse = roots(moment[:rank, :rank], OPEN_DIRECTIONS)
         down, up = attention.kv_a_proj_with_mqa.weight, attention.kv_b_proj.weight
-        down[: len(root)] = (inverse @ down[: len(root)].double()).to(down.dtype)
+        down[:rank] = (inverse @ down[:rank].double()).to(down.dtype)
         up.copy_((up.double() @ root).to(up.dtype))
+        size = slot_sizes(moment.diagonal()[rank:])
+        down[rank:] /= size[:, None].to(down.dtype)
+        queries = attention.q_proj.weight.unflatten(0, (-1, attention.qk_head_dim))
+        queries[:, attention.qk_nope_head_dim :] *= size[:, None].to(down.dtype)
 
 
 def choose_trained(model: PreTrainedModel, train: str, lora_rank: int, seed: int) -> None:

@@ -62,7 +62,7 @@ def tune(made: tuple[str, str, str], out: Path, **options: Any) -> FinetuneResul
     values = {
         "source": made[0], "converted": made[1], "out": str(out), "data": (made[2],), "window": WINDOW,
         "batch_size": 4, "micro_batch": 2, "tokens": STEPS * 4 * WINDOW, "eval_every": 4, "held_out": 4,
-        "dtype": "float32", "device": "cpu",
+        "dtype": "float32", "device": "cpu", "learning_rate": 0.003,
     }  # fmt: skip
     return mla_convert.finetune(**values | options)
 
@@ -336,7 +336,7 @@ def test_killed_run_leaves_the_last_good_checkpoint(
     assert not out.exists() and last_checkpoint(work) == work / "checkpoint-8"
     (work / "checkpoint-9").mkdir()  # what a kill while saving leaves
     (work / "checkpoint-9" / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(BadOption, match=r"holds an unfinished run with learning_rate=0.001, now learning_rate=0.1"):
+    with pytest.raises(BadOption, match=r"holds an unfinished run with learning_rate=0.003, now learning_rate=0.1"):
         tune(made, out, learning_rate=0.1)
     assert_same_run(out, tune(made, out), tuned)
     assert not work.exists()
@@ -353,7 +353,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 
     monkeypatch.setattr(Student, "forward", forward)
     with pytest.raises(
-        MlaConvertError, match=r"no longer finite at step 1: delete .* smaller --learning-rate than 0.001"
+        MlaConvertError, match=r"no longer finite at step 1: delete .* smaller --learning-rate than 0.003"
     ):
         tune(made, tmp_path / "out")
     assert not (tmp_path / "out").exists()
