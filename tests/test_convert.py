@@ -19,7 +19,8 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.choose import converted_nll
 from mla_convert.convert import ConvertResult
 from mla_convert.families import read_spec
-from mla_convert.sizes import allowed_sizes
+from mla_convert.rope import ladder_plan
+from mla_convert.sizes import allowed_sizes, unseen_pairs
 from mla_convert.stream import LayerStream
 
 module = importlib.import_module("mla_convert.convert")
@@ -317,6 +318,24 @@ def test_few_tokens_are_warned_about_and_still_give_a_model(
     caplog.clear()
     run(source, tmp_path / "more", text, calib_windows=1, window=60, **LADDER, rope_stride=1)
     assert "calibration tokens are fewer" not in caplog.text
+
+
+def test_rotations_whose_loss_no_window_shows_are_avoided_and_warned_of(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slow pairs turn by a fraction of a turn within a window of 64 tokens, and by several up to position 4,096."""
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    source = gentle(tmp_path / "source", max_position_embeddings=4096, rope_parameters=rope)
+    spec = read_spec(Checkpoint.open(source))
+    assert unseen_pairs(spec, ladder_plan(spec, 6, 1), 64) == [3, 4]
+    assert unseen_pairs(spec, ladder_plan(spec, 6, 2), 64) == [3]
+    assert unseen_pairs(spec, ladder_plan(spec, 10, 1), 64) == unseen_pairs(spec, ladder_plan(spec, 2, 1), 4096) == []
+    with caplog.at_level(logging.WARNING, "mla_convert"):
+        run(source, tmp_path / "warned", text, window=64, **LADDER, rope_stride=1)
+    assert "2 of 5 frequencies (3, 4) lose their rotation" in caplog.text and "positions up to 4096" in caplog.text
+    caplog.clear()
+    chosen = run(source, tmp_path / "chosen", text, window=64, cache_ratio=0.6)
+    assert chosen.qk_rope_head_dim == 10 and "lose their rotation" not in caplog.text
 
 
 def test_overwrite_replaces_the_earlier_conversion(tmp_path: Path, text: str) -> None:

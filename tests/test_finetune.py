@@ -174,6 +174,29 @@ def test_hidden_states_are_compared_at_the_sources_scale(made: tuple[str, str, s
     assert float(both[1]) > 0.1
 
 
+def test_latent_and_slots_get_unit_size_and_the_function_stays(made: tuple[str, str, str]) -> None:
+    ids = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(4))
+    model = load_model(made[1], torch.float32, CPU)
+    open_latent(model)
+    attention = layers_of(model)[1].self_attn
+    rope = attention.qk_rope_head_dim
+    with torch.no_grad():  # one slot of another size, as a metric with weights may leave it
+        attention.kv_a_proj_with_mqa.weight[-2:] *= 1e-4
+        attention.q_proj.weight.unflatten(0, (-1, attention.qk_head_dim))[:, -2:] *= 1e4
+        plain = model(input_ids=ids, use_cache=False).logits
+        seen: list[torch.Tensor] = []
+        attention.kv_a_proj_with_mqa.register_forward_hook(lambda module, args, out: seen.append(out.flatten(0, 1)))
+        model(input_ids=ids)
+        unit_latent(model, ids)
+        seen.clear()
+        after = model(input_ids=ids, use_cache=False).logits
+    assert float((after - plain).abs().max()) < 1e-4 * float(plain.abs().max())  # fp32; measured below 1e-5
+    moment = seen[0].T @ seen[0] / len(seen[0])
+    torch.testing.assert_close(moment[:-rope, :-rope], torch.eye(len(moment) - rope), rtol=0, atol=1e-2)
+    slots = moment.diagonal()[-rope:].unflatten(0, (-1, 2)).mean(1)
+    torch.testing.assert_close(slots, torch.ones(rope // 2), rtol=1e-3, atol=0)
+
+
 # whole runs
 
 

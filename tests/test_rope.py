@@ -223,6 +223,18 @@ def test_a_frequency_whose_rotation_costs_nothing_still_gets_its_strongest_direc
     torch.testing.assert_close(free.W_K_nope, plain.W_K_nope, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("cost_of_unit", [1e-12, 1.0, 1e9])
+def test_slots_are_of_the_sources_size_whatever_they_cost(spec: SourceSpec, cost_of_unit: float) -> None:
+    """Keys and queries of slots keep numbers like the source's: a gradient by either is of like size then."""
+    W_Q, W_K = projections(6)
+    lost = cost_of_unit * (0.1 + random(GROUPS, PAIRS, seed=2).abs())
+    parts = split(W_Q, W_K, ladder_plan(spec, WIDTH, 1), lost=lost)
+    slots = torch.complex(parts.W_KR[0::2], parts.W_KR[1::2]).norm(dim=1)
+    torch.testing.assert_close(slots, to_complex(W_K).norm(dim=2).square().mean(0).sqrt(), rtol=1e-12, atol=0)
+    ratio = parts.W_QR.square().mean().sqrt() / W_Q.square().mean().sqrt()
+    assert 0.1 < ratio < 10  # measured 1.1 at each; without the scaling 1e6 times more at 1e-12
+
+
 def test_mean_rotation_of_a_dead_head_is_zero_not_nan() -> None:
     assert mean_rotation(torch.zeros(2, 4, 2).double(), torch.zeros(2, 4).double()).abs().max() == 0
 
