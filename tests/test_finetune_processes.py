@@ -42,6 +42,7 @@ def test_two_processes_train_as_one(tmp_path: Path, name: str, script: tuple[str
         source=source, out=converted, kv_lora_rank=8, qk_rope_head_dim=4, calib_data=(str(text),), window=64
     )
     options: dict[str, Any] = {"window": 32, "batch_size": 4, "tokens": 20 * 4 * 32, "eval_every": 10, "held_out": 4}
+    options["learning_rate"] = 0.003
     alone = mla_convert.finetune(
         source=source, converted=converted, out=str(tmp_path / "one"), data=(str(text),), dtype="float32",
         device="cpu", **options,
