@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mla_convert.errors import BadOption
-from mla_convert.layer import MLALayer, causal_scores_mask, rotate
+from mla_convert.layer import MLALayer, rotate
+from mla_convert.modeling.core import attention_weights, causal_mask
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -113,8 +114,8 @@ def attend_absorbed(
 
     scores = absorbed_query(absorbed, hidden) @ kv_c[:, None].transpose(-1, -2)
     scores = (scores + q_pe @ k_pe[:, None].transpose(-1, -2)) * layer.softmax_scale
-    scores = scores + causal_scores_mask(hidden.shape[1], kv_c.shape[1], hidden.device).to(scores.dtype)
-    context = torch.softmax(scores, dim=-1) @ kv_c[:, None]  # [batch, heads, tokens, kv_lora_rank]
+    mask = causal_mask(hidden.shape[1], kv_c.shape[1], hidden.device)
+    context = attention_weights(scores, mask, None, None) @ kv_c[:, None]  # [batch, heads, tokens, kv_lora_rank]
 
     if absorbed.merged_out is not None:
         out = torch.einsum("bhtr,her->bte", context, absorbed.merged_out)

@@ -19,7 +19,7 @@ from mla_convert.families import SourceSpec
 from mla_convert.features import LayerFacts
 from mla_convert.layer import MLALayer, keys_values, source_heads
 from mla_convert.projections import SourceAttention
-from mla_convert.rope import RopePlan, RopeSplit, mean_rotation, split_rope, to_complex
+from mla_convert.rope import TINY, RopePlan, RopeSplit, mean_rotation, split_rope, to_complex
 from mla_convert.sizes import Size, full_rank, of_layer
 
 # Towards the identity, of the mean eigenvalue. SmolLM2, 128 + 64, calibrated on Python's topics, excess nats on other
@@ -31,7 +31,6 @@ SHRINKAGE = 1e-2
 # 0.202 at 1, and 0.178 (144 + 48) at 3.
 PLAIN_SHARE = 3.0
 
-TINY = 1e-300  # keeps the quotient of a dead pair finite
 
 WHITE_DRAWS = 4  # per input, of the moment that stands for text where there is none
 
@@ -203,7 +202,7 @@ def _key_blocks(split: RopeSplit, moments: LayerMoments, spec: SourceSpec, facts
     turn = folded_rotation(facts.attention_scaling**2 * rotation, spec.source_head_dim)
     per_group = (spec.num_key_value_heads, -1)
     query = (turn @ moments.query_at_key @ turn.transpose(1, 2)).unflatten(0, per_group).sum(1)
-    trace = moments.key_trace.unflatten(0, per_group).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
+    trace = moments.key_trace.unflatten(0, per_group).sum(1).clamp_min(TINY)
     scale = facts.softmax_scale**2 / moments.counts[1]
     plain = moments.input[:-1, :-1] / moments.input[:-1, :-1].trace().clamp_min(TINY)
     mixed = [key + PLAIN_SHARE * key.trace() * plain for key in moments.key]

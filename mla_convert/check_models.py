@@ -231,13 +231,18 @@ def _attention_io(model: PreTrainedModel, ids: torch.Tensor) -> tuple[list[torch
         inputs.append((args[0] if args else kwargs["hidden_states"]).cpu().double())
         outputs.append(out[0].cpu().double())
 
+    run_observed(model, ids, keep)
+    return inputs, outputs
+
+
+def run_observed(model: PreTrainedModel, ids: torch.Tensor, keep: Callable[..., None]) -> None:
+    """Run `ids` [tokens] through the model with `keep` as a forward hook (with keywords) on each layer's attention."""
     body: Any = getattr(model, model.base_model_prefix)
     with ExitStack() as stack:
         for layer in body.layers:
             handle = layer.self_attn.register_forward_hook(keep, with_kwargs=True)
             stack.callback(handle.remove)
         model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
-    return inputs, outputs
 
 
 def within(name: str, by_layer: list[float], bound: float, detail: str) -> Check:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mla_convert.check_files import Check, found
-from mla_convert.check_models import ABSORB_BOUND, LAYER_BOUND, within, worst_of
+from mla_convert.check_models import ABSORB_BOUND, LAYER_BOUND, run_observed, within, worst_of
 from mla_convert.layer import attend_expanded
 from mla_convert.modeling.attention import MLAttention
 from mla_convert.modeling.classes import native_classes
@@ -81,10 +80,5 @@ def _calls(model: PreTrainedModel, ids: torch.Tensor) -> list[tuple[MLAttention,
         call = dict(zip(names, args, strict=False)) | {key: kwargs[key] for key in names if key in kwargs}
         calls.append((exact, {key: double(value) for key, value in call.items()}, out[0].cpu().double()))
 
-    body: Any = getattr(model, model.base_model_prefix)
-    with ExitStack() as stack:
-        for layer in body.layers:
-            handle = layer.self_attn.register_forward_hook(keep, with_kwargs=True)
-            stack.callback(handle.remove)
-        model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    run_observed(model, ids, keep)
     return calls

@@ -22,6 +22,7 @@ from transformers import PrinterCallback, TrainingArguments
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.distill import LossWeights
 from mla_convert.errors import BadOption, MlaConvertError
+from mla_convert.features import EXACT
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.healing import compute_dtype
 from mla_convert.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
@@ -32,7 +33,7 @@ from mla_convert.teacher import CachedTeacher, LiveTeacher, write_cache
 from mla_convert.texts import check_ids
 from mla_convert.train_data import TrainingText, read_training_text
 from mla_convert.train_export import Exported, Outcome, export, writer_of
-from mla_convert.train_model import PADDED, Student, choose_trained, open_latent, unit_latent
+from mla_convert.train_model import Student, choose_trained, open_latent, unit_latent
 from mla_convert.trainer import (
     BEST,
     DistillTrainer,
@@ -192,7 +193,7 @@ def _trainer(recipe: FinetuneRecipe, args: TrainingArguments, text: TrainingText
 def prepared(recipe: FinetuneRecipe, device: torch.device, windows: Tensor) -> Any:
     """The converted model in fp32, its latent norm open, adapters in, requires_grad set."""
     model = load_model(recipe.converted, torch.float32, device)
-    model.set_attn_implementation(PADDED)
+    model.set_attn_implementation(EXACT)  # whose fused kernel takes keys wider than values
     open_latent(model)
     if recipe.train != "lora":  # adapters are added to the matrices as they were written
         unit_latent(model, windows[:GAUGE_WINDOWS])

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mla_convert.modeling.core import causal_mask, expanded_attention
+from mla_convert.modeling.core import causal_mask, expanded_attention, turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,16 +92,6 @@ def rotation_table(
     return (amplitude * angle.cos()).to(dtype), (amplitude * angle.sin()).to(dtype)
 
 
-def turn(x: Float[Tensor, "*batch tokens width"], table: Table) -> Float[Tensor, "*batch tokens width"]:
-    """Multiply slot s (numbers 2s, 2s+1 as one complex number) by exp(i angle_s): RoFormer, arXiv:2104.09864, eq. 34.
-
-    x is [batch, tokens, 2 slots] or [batch, heads, tokens, 2 slots].
-    """
-    cos, sin = (part[:, None] for part in table) if x.dim() == 4 else table
-    re, im = x[..., 0::2], x[..., 1::2]
-    return torch.stack((re * cos - im * sin, re * sin + im * cos), dim=-1).flatten(-2)
-
-
 def rotate(
     x: Float[Tensor, "*batch tokens width"],
     position_ids: Int[Tensor, "batch tokens"],
@@ -110,12 +100,6 @@ def rotate(
 ) -> Float[Tensor, "*batch tokens width"]:
     """`turn` by the angles of `position_ids`."""
     return turn(x, rotation_table(position_ids, inv_freq, amplitude, x.dtype))
-
-
-def causal_scores_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Additive mask [queries, keys]; the last query sees every key."""
-    blocked = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
-    return torch.zeros(queries, keys, device=device).masked_fill(blocked, float("-inf"))
 
 
 def source_heads(attention: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +155,7 @@ def attend_expanded(
 
     `table` is `rotation_table` of position_ids where it is already at hand. Works under autocast.
     """
-    nope, rope = layer.W_UQ.shape[1], layer.qk_rope_head_dim
+    nope = layer.W_UQ.shape[1]
     if table is None:
         table = rotation_table(position_ids, layer.inv_freq, layer.attention_scaling, hidden.dtype)
     q_nope, q_pe, c, k_pe = _projected(layer, hidden)
@@ -182,12 +166,9 @@ def attend_expanded(
     k_pe = turn(k_pe, table).to(kv.dtype)[:, None].expand(-1, heads, -1, -1)
     query = torch.cat((q_nope, q_pe), dim=-1)
     key = torch.cat((kv[..., :nope], k_pe), dim=-1)
-    # Equal widths let torch take its fused kernel on a CPU (2 times faster); the padding is cut off again.
-    width = max(nope + rope, v)
-    query, key, value = (nn.functional.pad(t, (0, width - t.shape[-1])) for t in (query, key, kv[..., nope:]))
     mask = windowed_mask(hidden.shape[1], layer.window, hidden.device)
-    out = expanded_attention(query, key, value, layer.softmax_scale, mask, layer.softcap, layer.sinks)
-    out = out[..., :v].transpose(1, 2).flatten(2) @ layer.W_O.transpose(0, 1).flatten(1).T
+    out = expanded_attention(query, key, kv[..., nope:], layer.softmax_scale, mask, layer.softcap, layer.sinks)
+    out = out.transpose(1, 2).flatten(2) @ layer.W_O.transpose(0, 1).flatten(1).T
     return out if layer.b_O is None else out + layer.b_O
 
 

@@ -23,7 +23,7 @@ from mla_convert.frequencies import inverse_frequencies, longrope_frequencies
 
 # Relative; config files hold theta' with 16 digits, classes compute in fp32 (6e-8).
 FREQUENCY_TOLERANCE = 1e-6
-TINY = 1e-300  # keeps the quotient of a dead row finite
+TINY = 1e-300  # keeps quotients by dead rows, pairs and heads finite
 DEAD = 1e-12  # lost energies below this fraction of the layer's largest count as this much
 
 
@@ -163,7 +163,7 @@ def mean_rotation(
     turned_energy: Float[Tensor, "num_heads pairs 2"], pair_energy: Float[Tensor, "num_heads pairs"]
 ) -> Complex[Tensor, "num_heads pairs"]:
     """c_{h,l} = E exp(-i theta_l D), weighted by what a score error costs and by the pair's energy; |c| <= 1."""
-    return torch.view_as_complex(turned_energy.contiguous()) / pair_energy.clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.view_as_complex(turned_energy.contiguous()) / pair_energy.clamp_min(TINY)
 
 
 def split_rope(

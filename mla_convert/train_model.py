@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
 from mla_convert.distill import LossWeights, TopLogits, chunked_loss, hidden_loss
 from mla_convert.factor import roots, slot_sizes
@@ -20,35 +19,6 @@ from mla_convert.scoring import decoder, head
 from mla_convert.stock import LATENT_NORM_EPS, latent_alpha
 
 logger = logging.getLogger(__name__)
-
-PADDED = "mla_convert_padded"
-
-
-def _padded_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """sdpa with values as wide as the keys, which lets torch take its fused kernel; the padding is cut off again.
-
-    On a CPU the unfused one is half of a training step of SmolLM2 at 1,024 tokens.
-    """
-    width = value.shape[-1]
-    value = nn.functional.pad(value, (0, query.shape[-1] - width))
-    causal = attention_mask is None and query.shape[2] > 1
-    out = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal, scale=scaling
-    )
-    return out[..., :width].transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(PADDED, _padded_attention)
-AttentionMaskInterface.register(PADDED, sdpa_mask)
 
 PROJECTIONS = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 OPEN_DIRECTIONS = 1e-6  # eigenvalues of the latent's second moment below this share of the largest are floored

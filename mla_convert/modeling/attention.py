@@ -107,7 +107,7 @@ class MLAttention(nn.Module):
         q_nope, q_pe, kv_c, k_pe = self.project(hidden_states)
         if self.shape.slots:
             cos, sin = (self._columns(table) for table in position_embeddings)
-            q_pe, k_pe = turn(q_pe, cos, sin), turn(k_pe[:, None], cos, sin)[:, 0]
+            q_pe, k_pe = turn(q_pe, (cos, sin)), turn(k_pe, (cos, sin))
         cache = past_key_values if cache is None else cache  # renamed in transformers 5.24
         if cache is not None:
             kv_c, k_pe = (part[:, 0] for part in cache.update(kv_c[:, None], k_pe[:, None], self.layer_idx))

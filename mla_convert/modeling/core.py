@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate interleaved rows (2s real, 2s + 1 imaginary) [batch, heads, tokens, 2 slots] by [batch, tokens, slots]."""
-    cos, sin = cos[:, None], sin[:, None]
+def turn(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Multiply slot s (numbers 2s, 2s+1 as one complex number) by exp(i angle_s): RoFormer, arXiv:2104.09864, eq. 34.
+
+    x is [batch, tokens, 2 slots] or [batch, heads, tokens, 2 slots]; table (cos, sin), [batch, tokens, slots] each.
+    """
+    cos, sin = (part[:, None] for part in table) if x.dim() == 4 else table
     re, im = x[..., 0::2], x[..., 1::2]
     return torch.stack((re * cos - im * sin, re * sin + im * cos), dim=-1).flatten(-2)
 
@@ -54,18 +57,16 @@ def expanded_attention(
 ) -> Tensor:
     """Attention of heads with keys and values of their own; all [batch, heads, tokens, width], result as `value`.
 
-    Without soft cap and sinks torch's fused kernel is used.
+    Without soft cap and sinks torch's fused kernel is used. On a CPU it wants values as wide as the keys, so they are
+    padded and cut off again: the unfused one is half of a training step of SmolLM2 at 1,024 tokens.
     """
     if softcap is None and sinks is None:
+        width = value.shape[-1]
+        wide = max(query.shape[-1], width)
+        query, key, value = (nn.functional.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
         plain = mask is not None and mask.dim() == 2 and query.shape[-2] == key.shape[-2]  # made by `causal_mask`
-        return nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=None if plain else mask,
-            dropout_p=dropout,
-            is_causal=plain,
-            scale=scale,
-        )
+        masking = {"is_causal": True} if plain else {"attn_mask": mask}
+        out = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale, **masking)
+        return out[..., :width]
     weights = attention_weights(query @ key.transpose(-1, -2) * scale, mask, softcap, sinks)
     return nn.functional.dropout(weights, dropout) @ value
