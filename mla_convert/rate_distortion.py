@@ -34,7 +34,7 @@ from mla_convert.plan_recipe import PlanRecipe
 from mla_convert.projections import SourceAttention, source_attention
 from mla_convert.report import progress
 from mla_convert.rope import RopePlan, ladder_plan, ladder_strides
-from mla_convert.sizes import Size, full_rank, source_numbers
+from mla_convert.sizes import Size, full_rank, source_numbers, unseen_pairs
 from mla_convert.stream import LayerStream
 from mla_convert.texts import check_ids, read_documents, text_hash, token_windows, with_conversations
 
@@ -215,8 +215,12 @@ def _plans(spec: SourceSpec) -> list[RopePlan]:
 
 
 def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[float]]]:
-    """For every total the split with the least prediction, and that prediction layer by layer."""
+    """For every total the split with the least prediction, and that prediction layer by layer.
+
+    Splits that lose a rotation which the windows cannot show are predicted too low: only where nothing else fits.
+    """
     spec, plans = work.spec, _plans(work.spec)
+    blind = [bool(unseen_pairs(spec, plan, work.recipe.window)) for plan in plans]
     fitting = [
         [
             t - plan.qk_rope_head_dim
@@ -235,14 +239,14 @@ def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[float]
     best = []
     for total in totals:
         choices = [
-            (sum(by_rank[total - plan.qk_rope_head_dim] for by_rank in losses[place]), place)
+            (blind[place], sum(by_rank[total - plan.qk_rope_head_dim] for by_rank in losses[place]), place)
             for place, plan in enumerate(plans)
             if total - plan.qk_rope_head_dim in fitting[place]
         ]
         if not choices:
             least = min(plan.qk_rope_head_dim for plan in plans) + 1
             raise BadOption(f"{total} numbers per token and layer leave no latent; use {least} or more")
-        place = min(choices)[1]
+        place = min(choices)[2]
         rank = total - plans[place].qk_rope_head_dim
         best.append((Size(rank, plans[place]), [by_rank[rank] for by_rank in losses[place]]))
     return best

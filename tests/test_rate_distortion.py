@@ -11,7 +11,7 @@ from tiny import tiny_model
 from typer.testing import CliRunner
 
 import mla_convert
-from mla_convert import cli
+from mla_convert import cli, rate_distortion
 from mla_convert.assemble import assemble, predict
 from mla_convert.calibrate import calibrate
 from mla_convert.checkpoint import Checkpoint
@@ -20,7 +20,7 @@ from mla_convert.errors import BadOption, UnsupportedSource
 from mla_convert.families import read_spec
 from mla_convert.rate_distortion import in_nats, left_out
 from mla_convert.rope import ladder_plan
-from mla_convert.sizes import Size
+from mla_convert.sizes import Size, unseen_pairs
 from mla_convert.stream import LayerStream
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -110,6 +110,22 @@ def test_so_many_bytes_are_split_as_predicted_best(sampled: dict[str, str]) -> N
         model=sampled["model"], calib_data=(sampled["text"],), calib_windows=8, window=64, target_bytes=105
     )
     assert result.size == (result.curve.chosen.kv_lora_rank, result.curve.chosen.qk_rope_head_dim)
+
+
+def test_rotations_that_no_window_shows_keep_their_slot(
+    sampled: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of 32 of the model's 512 tokens. All pairs need 12 numbers, so any size above has such a split."""
+    spec = read_spec(Checkpoint.open(sampled["model"]))
+
+    def unseen() -> list[int]:
+        points = curve(sampled, target_loss=0.9, window=32).points
+        plans = [ladder_plan(spec, p.qk_rope_head_dim, p.rope_stride) for p in points if p.numbers > 12]
+        return [len(unseen_pairs(spec, plan, 32)) for plan in plans]
+
+    assert not any(unseen())
+    monkeypatch.setattr(rate_distortion, "unseen_pairs", lambda *args: [])
+    assert any(unseen())  # the predictions alone would lose some
 
 
 def test_the_command_it_prints_converts_to_what_it_predicts(sampled: dict[str, str], tmp_path: Path) -> None:
