@@ -32,11 +32,12 @@ def print_curve(curve: Curve, model: str, console: Console) -> None:
             style="bold" if point is curve.chosen else None,
         )
     console.print(table)
+    text = f"of {', '.join(curve.eval_data)}" if curve.eval_data else "others of the same text"
     off = f"by up to {max(curve.off):.0%} of the measured" if curve.off else "by an unknown amount"
     console.print(
         f"nats: from the measured sizes, between them by prediction. A measured size differs from what the others say "
         f"of it {off}. Predicted from {curve.calibration_tokens:,} tokens, measured on "
-        f"{curve.held_out_tokens:,} others of the same text; closed form, no healing.",
+        f"{curve.held_out_tokens:,} {text}; closed form, no healing.",
         highlight=False,
     )
     if curve.chosen is None:

@@ -46,6 +46,9 @@ class PlanRecipe(Recipe):
     calib_windows: int = option(
         "Windows the prediction is made from; a quarter as many more measure it.", 16, at_least=2
     )
+    eval_data: tuple[str, ...] = option(
+        "Texts to measure on, named like --calib-data; without it windows of --calib-data are held out.", ()
+    )
     window: int = option("Their length, tokens.", 512, at_least=2)
     measured: int = option("Sizes measured on held-out windows to turn predictions into nats.", 3, at_least=2)
     method: str = option("As for convert.", "weighted", choices=("weighted", "pca", "svd"))

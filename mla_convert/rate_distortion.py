@@ -65,7 +65,8 @@ class CurvePoint:
 @dataclass(frozen=True)
 class Curve:
     """Sizes from small to large. off: how far each measured size lies from what the other measured ones say of it,
-    relative; chosen: the size that meets the target, None where none does.
+    relative; chosen: the size that meets the target, None where none does. eval_data: what was measured on, where that
+    is another text than the predictions were made from.
     """
 
     points: tuple[CurvePoint, ...]
@@ -75,6 +76,7 @@ class Curve:
     calibration_tokens: int
     held_out_tokens: int
     text_sha256: str
+    eval_data: tuple[str, ...]
     method: str
     target: str
     chosen: CurvePoint | None
@@ -109,9 +111,7 @@ def rate_distortion(recipe: PlanRecipe) -> Curve:
     device = resolve_device(recipe.device)
     totals = _totals(recipe, spec)
     documents = read_documents(recipe.calib_data, part="calib")
-    ids = _windows(recipe, spec, documents)
-    held_out = ids[: max(1, len(ids) // (HELD_OUT_SHARE + 1))]
-    calibration = ids[len(held_out) :]
+    calibration, held_out = _windows(recipe, spec, documents)
     stream = LayerStream(checkpoint, spec, device)
     with TemporaryDirectory(prefix="mla_convert_") as scratch:
         work = _Work(recipe, checkpoint, spec, stream, KeptMoments(Path(scratch), spec, device))
@@ -145,6 +145,7 @@ def rate_distortion(recipe: PlanRecipe) -> Curve:
         calibration_tokens=calibration.numel(),
         held_out_tokens=held_out.numel(),
         text_sha256=text_hash(documents),
+        eval_data=recipe.eval_data,
         method=recipe.method,
         target=_target(recipe),
         chosen=_chosen(recipe, points),
@@ -287,14 +288,24 @@ def _chosen(recipe: PlanRecipe, points: Sequence[CurvePoint]) -> CurvePoint | No
     return next((point for point in points if point.nats <= recipe.target_loss), None)
 
 
-def _windows(recipe: PlanRecipe, spec: SourceSpec, documents: list[str]) -> Tensor:
+def _windows(recipe: PlanRecipe, spec: SourceSpec, documents: list[str]) -> tuple[Tensor, Tensor]:
+    """Windows [windows, tokens] that predictions are made from, and those that measure."""
     tokenizer: Any = load_tokenizer(recipe.model)
-    wanted = recipe.calib_windows + max(1, recipe.calib_windows // HELD_OUT_SHARE)
-    ids = with_conversations(tokenizer, token_windows(tokenizer, documents, recipe.window, wanted))
-    check_ids(ids, spec.vocab_size, recipe.model)
-    if len(ids) < 2:
-        raise BadOption(
-            f"the text gives {len(ids)} window of {recipe.window} tokens, and one more must be held out; give more "
-            "text with --calib-data or a smaller --window"
-        )
-    return ids
+
+    def windows(texts: list[str], wanted: int, least: int = 1) -> Tensor:
+        ids = token_windows(tokenizer, texts, recipe.window, wanted)
+        check_ids(ids, spec.vocab_size, recipe.model)
+        if len(ids) < least:
+            raise BadOption(
+                f"the text gives {len(ids)} window of {recipe.window} tokens, and one more must be held out; give more "
+                "text with --calib-data, others with --eval-data, or a smaller --window"
+            )
+        return ids
+
+    measuring = max(1, recipe.calib_windows // HELD_OUT_SHARE)
+    if recipe.eval_data:
+        others = read_documents(recipe.eval_data)
+        return with_conversations(tokenizer, windows(documents, recipe.calib_windows)), windows(others, measuring)
+    ids = with_conversations(tokenizer, windows(documents, recipe.calib_windows + measuring, 2))
+    held_out = ids[: max(1, len(ids) // (HELD_OUT_SHARE + 1))]
+    return ids[len(held_out) :], held_out

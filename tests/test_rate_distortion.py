@@ -112,6 +112,17 @@ def test_so_many_bytes_are_split_as_predicted_best(sampled: dict[str, str]) -> N
     assert result.size == (result.curve.chosen.kv_lora_rank, result.curve.chosen.qk_rope_head_dim)
 
 
+def test_other_texts_measure(sampled: dict[str, str], tmp_path: Path) -> None:
+    """Predictions stay those of all 16 calibration windows; 4 windows of the other text measure."""
+    other = tmp_path / "other.txt"
+    other.write_text(" ".join(Path(sampled["text"]).read_text().split()[-4 * 64 :]))
+    found = curve(sampled, target_loss=0.9, calib_windows=16, eval_data=(str(other),))
+    same = curve(sampled, target_loss=0.9, calib_windows=16, eval_data=(sampled["text"],))
+    assert (found.calibration_tokens, found.held_out_tokens) == (16 * 64, 4 * 64)
+    assert [point.predicted for point in found.points] == [point.predicted for point in same.points]
+    assert found.source_nll != same.source_nll
+
+
 def test_rotations_that_no_window_shows_keep_their_slot(
     sampled: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
