@@ -5,6 +5,8 @@ Exit codes: 0 done, 1 verify found a difference, 2 a refusal (one line on stderr
 
 import inspect
 import logging
+import signal
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -38,6 +40,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the console script."""
+    # An ordinary exit, so that scratch folders and half-written results go as after Ctrl-C; finetune saves instead.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     app()
 
 
@@ -79,7 +83,7 @@ def configure(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log one line per layer and more.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Warnings and errors only, no progress bars.")] = False,
 ) -> None:
     """Set up logging to stderr for whichever command follows."""
     handler = RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)

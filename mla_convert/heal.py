@@ -48,7 +48,9 @@ def heal(recipe: HealRecipe) -> HealResult:
     settings = HealSettings(recipe.steps, recipe.windows, recipe.held_out, recipe.lr)
     checkpoint, written = Checkpoint.open(recipe.source), Checkpoint.open(recipe.converted)
     spec, config = read_spec(checkpoint), written.config
-    record = read_record(recipe.converted, ("lossless", "kv_lora_rank", "qk_rope_head_dim", "rope_stride"))
+    record = read_record(
+        recipe.converted, ("lossless", "kv_lora_rank", "qk_rope_head_dim", "rope_stride"), recipe.source
+    )
     if record["lossless"]:
         raise BadOption(f"{recipe.converted} is an exact re-encoding, so there is nothing to heal")
     check_source(recipe.converted, record, checkpoint)

@@ -9,13 +9,18 @@ from mla_convert.errors import BadCheckpoint
 from mla_convert.write import RECORD
 
 
-def read_record(folder: str | Path, needed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The record of `folder`. Raises BadCheckpoint when it is missing, damaged, or lacks its source or a needed key."""
+def read_record(folder: str | Path, needed: tuple[str, ...] = (), source: str | Path = "") -> dict[str, Any]:
+    """The record of `folder`. Raises BadCheckpoint when it is missing, damaged, or lacks its source or a needed key.
+
+    source: the other argument of the command, in case the two were swapped.
+    """
     place = Path(folder).expanduser()
     if not place.is_dir():
         raise BadCheckpoint(f"{folder} does not exist or is no folder; name a folder that `mla-convert convert` wrote")
     path = place / RECORD
     if not path.is_file():
+        if source and (Path(source).expanduser() / RECORD).is_file():
+            raise BadCheckpoint(f"{folder}: no {RECORD}, but {source} has one: name SOURCE first, then CONVERTED")
         raise BadCheckpoint(f"{folder}: no {RECORD}; name a folder that `mla-convert convert` wrote")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import platform
@@ -43,6 +44,11 @@ class _Rate(ProgressColumn):
         return Text(f"{speed:,.0f} {self.unit}/s" if speed else "", style="dim")
 
 
+def quiet() -> bool:
+    """Whether only warnings and errors are wanted (`-q`)."""
+    return logging.getLogger("mla_convert").level > logging.INFO
+
+
 @contextlib.contextmanager
 def progress(description: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr that counts `unit` up to `total`; yields the call that moves it on."""
@@ -53,7 +59,7 @@ def progress(description: str, unit: str, total: int) -> Iterator[Callable[[int]
         _Rate(unit),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with Progress(*columns, console=Console(stderr=True), disable=quiet()) as bars:
         task = bars.add_task(description, total=total)
 
         def advance(steps: int) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mla_convert.errors import MlaConvertError
+from mla_convert.report import quiet
 from mla_convert.train_data import TrainingText, WindowDataset
 from mla_convert.train_model import Student
 
@@ -205,7 +206,7 @@ class ShowProgress(TrainerCallback):
         self.started, self.first_step = 0.0, 0
         self.bar = Progress(
             TextColumn("fine-tuning"), BarColumn(bar_width=None), TextColumn("{task.completed}/{task.total} steps"),
-            TextColumn("{task.description}"), TimeRemainingColumn(), console=Console(stderr=True),
+            TextColumn("{task.description}"), TimeRemainingColumn(), console=Console(stderr=True), disable=quiet(),
         )  # fmt: skip
         self.task: Any = None
 

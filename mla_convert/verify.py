@@ -72,7 +72,7 @@ def verify(recipe: VerifyRecipe) -> VerifyResult:
     device = resolve_device(recipe.device)
     if recipe.json is not None and not Path(recipe.json).expanduser().absolute().parent.is_dir():
         raise BadOption(f"{recipe.json}: its folder does not exist; create it first")
-    record = read_record(recipe.converted)
+    record = read_record(recipe.converted, source=recipe.source)
     source, converted = Checkpoint.open(recipe.source), Checkpoint.open(recipe.converted)
     checks = check_files.source_accounted(source, record)
     if is_native(converted.config):

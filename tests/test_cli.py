@@ -2,18 +2,22 @@
 
 import dataclasses
 import logging
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_text
 import typer
 from typer.testing import CliRunner, Result
 
 import mla_convert
-from mla_convert import cli, flags
+from mla_convert import cli, flags, report
 from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.errors import BadCheckpoint, UnsupportedSource
 from mla_convert.finetune_recipe import FinetuneRecipe
@@ -187,3 +191,34 @@ def test_the_log_goes_to_stderr(called: dict[str, Any], monkeypatch: pytest.Monk
 def test_help_and_import_are_quick_and_load_no_torch() -> None:
     code = "import sys, mla_convert.cli; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_quiet_shows_no_bars(level: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("mla_convert"), "level", level)
+    with report.progress("healing", "steps", 2) as advance:
+        advance(2)
+    assert ("healing" in capsys.readouterr().err) == (level == logging.INFO)
+
+
+def test_a_terminated_command_leaves_nothing_behind(tmp_path: Path) -> None:
+    """SIGTERM, what schedulers send first; healing would take hours."""
+    scratch, text, out = tmp_path / "tmp", tmp_path / "text.txt", tmp_path / "out"
+    scratch.mkdir()
+    text.write_text(tiny_text.text(2000))
+    source = tiny_text.save(tiny_text.llama(), tmp_path / "m")
+    command = [
+        sys.executable, "-m", "mla_convert.cli", "convert", source, str(out), "--kv-lora-rank", "8",
+        "--qk-rope-head-dim", "4", "--calib-data", str(text), "--window", "16", "--heal", "steps=100000000,windows=20",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(scratch)}, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(scratch.glob("mla_convert_*")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    assert not list(scratch.iterdir()) and not out.exists() and not list(tmp_path.glob("out*"))

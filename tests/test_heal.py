@@ -133,6 +133,13 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str | None, match: st
         mla_convert.finetune(source=str(source), converted=str(out), out=str(tmp_path / "f"))
 
 
+def test_swapped_arguments_are_told(tmp_path: Path) -> None:
+    source, out = str(tiny_model(tmp_path / "source", "llama", dtype=torch.float32)), str(tmp_path / "out")
+    mla_convert.convert(source=source, out=out, kv_lora_rank=14, qk_rope_head_dim=6, method="svd")
+    with pytest.raises(mla_convert.MlaConvertError, match="name SOURCE first, then CONVERTED"):
+        mla_convert.verify(source=out, converted=source)
+
+
 def test_the_seed_orders_the_windows() -> None:
     layer = random_layer()
     gen = torch.Generator().manual_seed(2)
