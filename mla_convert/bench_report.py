@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mla_convert import pictures
+
 if TYPE_CHECKING:
     from mla_convert.bench import BenchResult, Cell
 
@@ -69,12 +71,7 @@ def _row(cell: Cell) -> list[str]:
 
 def plot_bench(result: BenchResult, path: str | Path) -> None:
     """Decoded tokens per second and cache memory against context, one line per variant and batch, into `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (speed, memory) = plt.subplots(1, 2, figsize=(11, 5), dpi=150, layout="constrained")
+    figure, (speed, memory) = pictures.new(11, 5, columns=2)
     variants = list(dict.fromkeys(cell.variant for cell in result.cells))
     batches = list(dict.fromkeys(cell.batch for cell in result.cells))
     markers = "osD^vP*X"
@@ -93,9 +90,6 @@ def plot_bench(result: BenchResult, path: str | Path) -> None:
         axes.set_title(f"{title} ({result.device}, {result.dtype})", fontsize=11)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        axes.grid(alpha=0.25, which="both")
-        axes.spines[["top", "right"]].set_visible(False)
     handles, labels = speed.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=9, ncols=2)
-    figure.savefig(Path(path).expanduser())
-    plt.close(figure)
+    pictures.save(figure, path)

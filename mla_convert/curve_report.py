@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
+from mla_convert import pictures
 from mla_convert.report import plain_table
 
 if TYPE_CHECKING:
@@ -53,12 +54,7 @@ def print_curve(curve: Curve, model: str, console: Console) -> None:
 
 def plot_curve(curve: Curve, model: str, path: Path) -> None:
     """Predicted and measured excess against the share of the source's cache, loss logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), dpi=150, layout="constrained")
+    figure, axes = pictures.new()
     share = [point.numbers / curve.source_numbers for point in curve.points]
     axes.plot(share, [point.nats for point in curve.points], "-", color="C0", label="predicted")
     seen = [(s, p.measured) for s, p in zip(share, curve.points, strict=True) if p.measured and p.measured > 0]
@@ -80,8 +76,5 @@ def plot_curve(curve: Curve, model: str, path: Path) -> None:
     axes.set_xlabel("KV cache, share of the source's numbers per token and layer")
     axes.set_ylabel("excess, nats per token")
     axes.set_title(f"What a smaller cache of {Path(model).name} would lose ({curve.method})", fontsize=11)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path.expanduser())
-    plt.close(figure)
+    pictures.save(figure, path)

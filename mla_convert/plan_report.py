@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mla_convert import pictures
 from mla_convert.cache_plan import SEQUENCES
 from mla_convert.curve_report import print_curve
 from mla_convert.report import plain_table
@@ -191,12 +192,7 @@ def _say_why(result: PlanResult, console: Console) -> None:
 
 def plot_plan(result: PlanResult, path: Path) -> None:
     """Bytes of one sequence's cache against its length, both logarithmic, one line per kind of attention."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), dpi=150, layout="constrained")
+    figure, axes = pictures.new()
     lengths = [2**power for power in range(9, 18)]
     for number, kind in enumerate(result.kinds):
         bytes_ = [kind.bytes_per_token_and_layer * result.shape.cached_tokens(length) / 2**20 for length in lengths]
@@ -212,8 +208,5 @@ def plot_plan(result: PlanResult, path: Path) -> None:
     axes.set_xlabel("tokens in the sequence")
     axes.set_ylabel(f"KV cache, all layers, {result.cache_dtype}")
     axes.set_title(f"KV cache of {Path(result.model).name}", fontsize=11)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path.expanduser())
-    plt.close(figure)
+    pictures.save(figure, path)

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
+from mla_convert import pictures
 from mla_convert.errors import BadOption
 
 if TYPE_CHECKING:
@@ -178,12 +179,7 @@ def plot_evaluation(result: EvalResult, path: str | Path) -> None:
     """Perplexity against measured cache bytes per token, one labelled point per model, as a PNG (or other
     suffix).
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5.5), dpi=150, layout="constrained")
+    figure, axes = pictures.new(8, 5.5)
     reference = next((score for score in result.scores if score.is_reference), None)
     for number, score in enumerate(result.scores):
         # the reference is a large hollow diamond, so that a lossless result shows inside it
@@ -221,11 +217,8 @@ def plot_evaluation(result: EvalResult, path: str | Path) -> None:
     axes.set_xlabel("KV cache, bytes per token (measured, all layers; further left is smaller)")
     axes.set_ylabel("perplexity (lower is better)")
     axes.set_title(f"What the smaller cache costs ({result.tokens_scored:,} tokens of held-out text)", fontsize=11)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", frameon=False, fontsize=9)
-    figure.savefig(Path(path).expanduser())
-    plt.close(figure)
+    pictures.save(figure, path)
 
 
 def _measured(check: Check) -> str:

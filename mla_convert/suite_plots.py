@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+from mla_convert import pictures
 from mla_convert.suite_report import reference_of, text_names
 
 Result = Mapping[str, Any]
@@ -15,7 +16,6 @@ def plots(result: Result) -> list[tuple[str, str, str]]:
     """(title, sentence, SVG) of every picture that the results allow."""
     import matplotlib
 
-    matplotlib.use("Agg")
     matplotlib.rcParams["svg.fonttype"] = "none"  # the page's own font; text can be selected
     matplotlib.rcParams["svg.hashsalt"] = "mla_convert"  # the same results, the same file
     others = [model for model in result["models"] if not model["is_reference"]]
@@ -54,20 +54,12 @@ def plots(result: Result) -> list[tuple[str, str, str]]:
 
 
 def _figure(height: float = 4.2) -> tuple[Any, Any]:
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8.6, height), layout="constrained")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return pictures.new(8.6, height)
 
 
 def _svg(figure: Any) -> str:
-    from matplotlib import pyplot as plt
-
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
+    pictures.save(figure, stream, format="svg", metadata={"Date": None, "Creator": None})
     text = stream.getvalue()
     return text[text.index("<svg") :]
 
