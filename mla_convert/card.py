@@ -37,14 +37,21 @@ tags: [multi-head-latent-attention, mla, mla_convert]
 Its layers cache {numbers} numbers per token where the source's cache {source_numbers} ({percent:.0f} %). {kind}
 
 ```python
-import mla_convert  # makes the model class {architecture} known to transformers; no remote code
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+{load}
 ```
 
 Engines that do not run transformers' model classes cannot load this format. `conversion.json` holds the recipe, the
 source's hashes, and the predicted error of every layer. The licence of the source applies.
 """
+
+LOAD_PACKAGE = """import mla_convert  # makes the model class {architecture} known to transformers; no remote code
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")"""
+LOAD_CODE = """
+
+# Or without the package, which runs the code in this folder:
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER", trust_remote_code=True)"""
 
 EXACT = "The re-encoding is exact."
 UNTRAINED = "It has not been trained after the conversion."
@@ -71,7 +78,10 @@ def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
     }
     if native:
         numbers = " or ".join(f"{n}" for n in sorted(set(layers)))
-        return NATIVE_CARD.format(**facts, numbers=numbers, architecture=config["architectures"][0])
+        load = LOAD_PACKAGE.format(architecture=config["architectures"][0])
+        if config.get("auto_map") is not None:
+            load += LOAD_CODE
+        return NATIVE_CARD.format(**facts, numbers=numbers, load=load)
     kind = config["rope_parameters"]["rope_type"]
     return CARD.format(
         **facts,

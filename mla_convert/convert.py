@@ -24,6 +24,7 @@ from mla_convert.layer import MLALayer
 from mla_convert.loading import load_tokenizer, resolve_device
 from mla_convert.measure import Clock, Stage, stage
 from mla_convert.options import FLOAT16_REASON
+from mla_convert.portable import check_self_contained
 from mla_convert.projections import source_attention
 from mla_convert.recipe import ConvertRecipe, HealSettings
 from mla_convert.report import progress
@@ -92,6 +93,8 @@ def convert(recipe: ConvertRecipe) -> ConvertResult:
     checkpoint = Checkpoint.open(recipe.source)
     spec = read_spec(checkpoint)
     native = output_is_native(recipe, spec)
+    if recipe.self_contained:
+        check_self_contained(native)
     job = Job(
         recipe=recipe,
         checkpoint=checkpoint,
@@ -164,7 +167,7 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
             },
             "stages": [asdict(taken) for taken in done],
         }
-        publish(job.checkpoint, spec, size, job.dtype, record, writer, native_layers)
+        publish(job.checkpoint, spec, size, job.dtype, record, writer, native_layers, recipe.self_contained)
     return ConvertResult(
         out=recipe.out,
         kv_lora_rank=size.kv_lora_rank,

@@ -14,6 +14,7 @@ from mla_convert.errors import UnsupportedSource
 from mla_convert.families import SourceSpec, global_tensors, layer_tensors
 from mla_convert.layer import MLALayer
 from mla_convert.native import native_config, native_entry, to_native, untouched
+from mla_convert.portable import auto_map, code_files
 from mla_convert.projections import attention_prefix
 from mla_convert.report import environment
 from mla_convert.sizes import Size, source_numbers
@@ -115,10 +116,11 @@ def publish(
     record: dict[str, Any],
     writer: FolderWriter,
     native_layers: list[dict[str, Any] | None] | None = None,
+    self_contained: bool = False,
 ) -> None:
     """Complete `record`, write every file that is no tensor, and rename the folder to its name.
 
-    native_layers: what `write_native` returned, for the native format.
+    native_layers: what `write_native` returned, for the native format. self_contained: whether its code is written too.
     """
     record |= {
         "format": "stock" if native_layers is None else "native",
@@ -139,7 +141,11 @@ def publish(
         config = stock_config(spec, size.kv_lora_rank, nope, size.plan, dtype)
     else:
         config = native_config(spec, native_layers, dtype)
+    if self_contained:
+        config["auto_map"] = auto_map(spec.family)
     files = {RECORD: json.dumps(record, indent=2) + "\n", "README.md": model_card(record, config)}
+    if self_contained:
+        files |= code_files()
     generation = checkpoint.generation_config
     if generation is None and native_layers is None:  # a native config's class has the source's own defaults
         tokens = ("bos_token_id", "eos_token_id", "pad_token_id")

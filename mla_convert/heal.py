@@ -103,5 +103,5 @@ def heal(recipe: HealRecipe) -> HealResult:
                 "layers": [asdict(report) for report in reports],
             },
         }
-        publish(checkpoint, spec, size, dtype, new, writer, native_layers)
+        publish(checkpoint, spec, size, dtype, new, writer, native_layers, config.get("auto_map") is not None)
     return HealResult(recipe.out, tuple(reports), recipe.steps * recipe.window, tuple(done))
