@@ -3,6 +3,7 @@
 from typing import Any
 
 from mla_convert.cache_size import layer_numbers
+from mla_convert.engines import biases_lost
 
 CARD = """---
 library_name: transformers
@@ -63,6 +64,22 @@ SCALED_ROPE = (
 )
 
 
+BIASES = (
+    "The source's biases stand in q_a_proj (a query latent as wide as the input carries them), kv_a_proj_with_mqa and "
+    "o_proj: transformers loads them, and so does vLLM with model_impl=transformers. Not to be used with: {lost}."
+)
+
+
+def _engines(config: dict[str, Any]) -> list[str]:
+    """What engines make of a stock folder, a sentence each."""
+    kind = config["rope_parameters"]["rope_type"]
+    said = [STOCK_ROPE if kind == "default" else SCALED_ROPE.format(kind=kind)]
+    if config["attention_bias"]:
+        lost = "; ".join(f"{engine} ({what})" for engine, what in biases_lost().items())
+        said = [*(said if kind != "default" else ["RoPE is plain."]), BIASES.format(lost=lost)]
+    return said
+
+
 def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
     """README.md of the folder, from conversion.json's `record` and the written `config`."""
     native = "mla" in config
@@ -82,11 +99,10 @@ def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
         if config.get("auto_map") is not None:
             load += LOAD_CODE
         return NATIVE_CARD.format(**facts, numbers=numbers, load=load)
-    kind = config["rope_parameters"]["rope_type"]
     return CARD.format(
         **facts,
         numbers=layers[0],
         rank=record["kv_lora_rank"],
         rope=record["qk_rope_head_dim"],
-        engines=STOCK_ROPE if kind == "default" else SCALED_ROPE.format(kind=kind),
+        engines=" ".join(_engines(config)),
     )

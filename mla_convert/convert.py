@@ -15,6 +15,7 @@ from mla_convert.calibrate import KeptMoments, LayerMoments, calibrate
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.choose import choose
 from mla_convert.emit import expected_bytes, expected_native_bytes, publish, write_native, write_tensors
+from mla_convert.engines import biases_lost
 from mla_convert.errors import BadOption, UnsupportedSource
 from mla_convert.factor import SWEEPS
 from mla_convert.families import SourceSpec, read_spec
@@ -248,9 +249,16 @@ def output_is_native(recipe: ConvertRecipe, spec: SourceSpec) -> bool:
             f"{recipe.source} ({spec.family}): the stock format cannot hold it: {obstacle.rstrip('.')}; "
             "use --format native"
         )
+    if recipe.format == "stock" and spec.biased:
+        lost = "; ".join(f"{engine}: {what}" for engine, what in biases_lost().items())
+        logger.warning("transformers loads the biases of a stock checkpoint, other engines do not: %s", lost)
     if recipe.format == "auto" and obstacle is not None:
         logger.info("native format, as the stock format cannot hold the source: %s", obstacle)
-    return recipe.format == "native" or obstacle is not None
+    elif recipe.format == "auto" and spec.stock_cost is not None:
+        logger.info("native format: %s; --format stock writes it all the same", spec.stock_cost)
+    return (
+        recipe.format == "native" or obstacle is not None or (recipe.format == "auto" and spec.stock_cost is not None)
+    )
 
 
 def output_dtype(recipe: ConvertRecipe, spec: SourceSpec, native: bool = False) -> torch.dtype:

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from mla_convert.absorbed import LatentCache, absorb, attend_absorbed
 from mla_convert.check_models import cached_logits, forward_logits
 from mla_convert.scoring import decoder
-from mla_convert.stock import from_stock, written_frequencies
+from mla_convert.stock import from_stock, stock_names, written_frequencies
 
-PROJECTIONS = ("q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 NEUTRAL = 100.0  # weights of a neutralised latent norm are sqrt(1e-6) over at most 1e-7 or so
 
 
@@ -28,7 +27,7 @@ class AbsorbedAttention(nn.Module):
 
     def __init__(self, attention: Any, config: dict[str, Any]):
         super().__init__()
-        tensors = {f"{name}.weight": getattr(attention, name).weight for name in PROJECTIONS}
+        tensors = {name: attention.get_parameter(name) for name in stock_names(config)}
         layer = from_stock(tensors, config, written_frequencies(config))
         self.absorbed = absorb(layer.to(attention.o_proj.weight.dtype, attention.o_proj.weight.device))
         self.cache: LatentCache | None = None

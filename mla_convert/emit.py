@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mla_convert.card import model_card
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.engines import biases_lost
 from mla_convert.errors import UnsupportedSource
 from mla_convert.families import SourceSpec, global_tensors, layer_tensors
 from mla_convert.layer import MLALayer
@@ -18,7 +19,7 @@ from mla_convert.portable import auto_map, code_files
 from mla_convert.projections import attention_prefix
 from mla_convert.report import environment
 from mla_convert.sizes import Size, source_numbers
-from mla_convert.stock import residual_scale, stock_config, to_stock
+from mla_convert.stock import query_latent_rank, residual_scale, stock_config, to_stock
 from mla_convert.write import RECORD, FolderWriter
 
 
@@ -31,6 +32,9 @@ def expected_bytes(spec: SourceSpec, sizes: list[Size], dtype: torch.dtype) -> i
         nope = 0 if size.plan.keeps_everything else d
         query_and_down = (heads * (nope + rope) + rank + rope) * hidden
         up_and_out = heads * (nope + d) * rank + heads * d * hidden
+        if spec.biased:
+            query_latent = query_latent_rank(hidden)
+            query_and_down += query_latent * hidden + heads * (nope + rope) * (query_latent - hidden)
         layer = query_and_down + up_and_out + rank + 3 * spec.intermediate_size * hidden + 2 * hidden
         largest = max(largest, spec.num_hidden_layers * layer + 2 * spec.vocab_size * hidden + hidden)
     return largest * dtype.itemsize
@@ -137,6 +141,8 @@ def publish(
         "environment": environment(),
     }
     nope = 0 if size.plan.keeps_everything else spec.source_head_dim
+    if native_layers is None and spec.biased:
+        record["biases_lost_by"] = biases_lost()
     if native_layers is None:
         config = stock_config(spec, size.kv_lora_rank, nope, size.plan, dtype)
     else:

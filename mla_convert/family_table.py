@@ -140,8 +140,7 @@ _WINDOW = "sliding-window attention is not supported; if every context is shorte
 _BIAS = "the model class of this family has no biases; set it to false"
 _QK_NORM = "the model class of this family has no QK-norm"
 _ENCODER = "only decoder-only causal language models are converted"
-_STOCK_BIAS = "the stock format holds no biases"
-_STOCK_WINDOW = "the stock format has no sliding windows"
+STOCK_WINDOW = "the stock format has no sliding windows"
 _TWO_WAYS = "attention that looks ahead is not converted"
 
 # Of every family. Keys that are no fields of a family's config class change nothing in its class, but checkpoints that
@@ -170,8 +169,7 @@ NOT_OF_THE_CLASS: Mapping[str, Fixed] = {
 }
 _DENSE_STOCK: Mapping[str, Fixed] = {
     "hidden_act": Fixed(("silu",), "the engines that serve MLA compute silu only"),
-    "attention_bias": Fixed((False, None), _STOCK_BIAS),
-    "mlp_bias": Fixed((False, None), _STOCK_BIAS),
+    "mlp_bias": Fixed((False, None), "the stock format has no biases in the MLP"),
 }
 _QWEN_EXPERTS: Mapping[str, tuple[str, ...]] = {
     "mlp.experts.gate_up_proj": (
@@ -185,9 +183,11 @@ _NORM = "its QK-norm is not linear in the latent"
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", stock=_DENSE_STOCK),
-    "mistral": Family("MistralForCausalLM", stock={**_DENSE_STOCK, "sliding_window": Fixed((None,), _STOCK_WINDOW)}),
+    "mistral": Family("MistralForCausalLM", stock={**_DENSE_STOCK, "sliding_window": Fixed((None,), STOCK_WINDOW)}),
     "ministral": Family("MinistralForCausalLM", stock="its layers have sliding windows"),
-    "qwen2": Family("Qwen2ForCausalLM", stock="its queries, keys and values have biases"),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", stock={**_DENSE_STOCK, "use_sliding_window": Fixed((False, None), STOCK_WINDOW)}
+    ),
     "qwen3": Family("Qwen3ForCausalLM", stock=_NORM, qk_norm="head"),
     "gemma2": Family(
         "Gemma2ForCausalLM",
