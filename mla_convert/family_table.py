@@ -178,7 +178,12 @@ _QWEN_EXPERTS: Mapping[str, tuple[str, ...]] = {
     ),
     "mlp.experts.down_proj": ("mlp.experts.{expert}.down_proj.weight",),
 }
-_EXPERTS = "its experts are not DeepSeek-V3's"
+# Of what transformers' DeepSeek classes compute; tests/test_stock_experts.py shows both.
+_RENORMALISED = (
+    "its router normalises the softmax over the chosen experts; DeepSeek-V3's weighs by sigmoids, and that of "
+    "transformers' DeepSeek-V2 normalises nothing"
+)
+_GATED = "its shared expert has a gate, DeepSeek's have none, and only DeepSeek-V2's router weighs by a softmax"
 _NORM = "its QK-norm is not linear in the latent"
 
 FAMILIES: Mapping[str, Family] = {
@@ -242,7 +247,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        stock=_EXPERTS,
+        stock=_RENORMALISED,
         renamed=(".mlp.", ".block_sparse_moe."),
         experts={
             "mlp.experts.gate_up_proj": (
@@ -252,7 +257,7 @@ FAMILIES: Mapping[str, Family] = {
             "mlp.experts.down_proj": ("block_sparse_moe.experts.{expert}.w2.weight",),
         },
     ),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", stock=_EXPERTS, experts=_QWEN_EXPERTS),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", stock=_GATED, experts=_QWEN_EXPERTS),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", stock=_NORM, qk_norm="head", experts=_QWEN_EXPERTS),
     "gpt_oss": Family(
         "GptOssForCausalLM",

@@ -212,6 +212,9 @@ STOCK_OBSTACLES: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0}}, r"rope_type='yarn'"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e3, "factor": 4.0}}, r"rope_type='dynamic'"),
     ("qwen3", {}, "QK-norm is not linear in the latent"),
+    ("mixtral", {}, "its router normalises the softmax over the chosen experts; DeepSeek-V3's weighs by sigmoids"),
+    ("qwen2_moe", {}, "its shared expert has a gate, DeepSeek's have none"),
+    ("qwen3_moe", {}, "QK-norm is not linear in the latent"),
 ]
 
 
