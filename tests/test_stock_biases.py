@@ -12,8 +12,9 @@ import pytest
 import torch
 from fp64 import FP64_LATENT_RMS, in_fp64, logits, source_fp64
 from native import convert_fp64
+from safetensors.torch import load_file
 from test_native_fuzz import cases
-from tiny import LLAMA3_ROPE, edit_config, edit_json, tiny_model
+from tiny import LLAMA3_ROPE, WEIGHTS, edit_config, edit_json, edit_tensors, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -189,3 +190,28 @@ def test_a_flipped_field_is_exact_or_refused_in_stock_too(tmp_path: Path, family
         exact.add(name)
     assert "rope_parameters" in exact and "rms_norm_eps" in exact
     assert {"qk_norm", "attention_chunk_size"} <= refused
+
+
+def test_bfloat16_adds_no_more_than_its_own_rounding(tmp_path: Path) -> None:
+    """Large biases, as Qwen2.5 has them: KL of bfloat16 to float32, of the source and of its stock form."""
+    source, out = tiny_model(tmp_path / "source", "qwen2", projection_std=0.15, dtype=torch.bfloat16), tmp_path / "out"
+    tensors = load_file(source / WEIGHTS)
+    large = {name: 30 * tensor for name, tensor in tensors.items() if name.endswith("k_proj.bias")}
+    edit_tensors(source, **{name.replace(".", "__"): tensor for name, tensor in large.items()})
+    mla_convert.convert(source=str(source), out=str(out), lossless=True, **STOCK)
+
+    def log_probabilities(folder: Path, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+        for layer in model.model.layers if scale != 1 else ():
+            layer.self_attn.q_a_layernorm.weight.data *= scale
+        with torch.no_grad():
+            return model(input_ids=IDS).logits.float().log_softmax(-1)
+
+    wanted = log_probabilities(source, torch.float32)
+
+    def lost(found: Tensor) -> float:
+        return (wanted.exp() * (wanted - found)).sum(-1).mean().item()
+
+    rounding = lost(log_probabilities(source, torch.bfloat16))
+    assert lost(log_probabilities(out, torch.bfloat16)) < 2 * rounding  # measured 1.25 of it
+    assert lost(log_probabilities(out, torch.bfloat16, scale=1.1)) > 2 * rounding  # the control: 19.7
