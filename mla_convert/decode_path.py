@@ -83,16 +83,17 @@ def decode_figures(
 
 
 def has_plain_latent(model: PreTrainedModel) -> bool:
-    """Whether the attention is that of a folder `convert` wrote: a latent, no query latent, no biases, and a latent
-    norm that is linear, which shows in one weight far above 1 for all its numbers.
+    """Whether the attention is that of a folder `convert` wrote: a query latent only with biases, and latent norms that
+    are linear, which shows in one weight far above 1 for all their numbers.
     """
     config = model.config
-    if not getattr(config, "kv_lora_rank", None) or getattr(config, "q_lora_rank", None):
+    query_latent = getattr(config, "q_lora_rank", None) is not None
+    if not getattr(config, "kv_lora_rank", None) or query_latent != bool(getattr(config, "attention_bias", False)):
         return False
     layers: Any = decoder(model).layers
-    weights = [layer.self_attn.kv_a_layernorm.weight.detach() for layer in layers]
-    constant = all(bool((weight == weight[0]).all()) for weight in weights)
-    return constant and max(float(w[0]) for w in weights) > NEUTRAL and not getattr(config, "attention_bias", False)
+    norms = ("kv_a_layernorm", "q_a_layernorm") if query_latent else ("kv_a_layernorm",)
+    weights = [getattr(layer.self_attn, norm).weight.detach() for norm in norms for layer in layers]
+    return all(bool((weight == weight[0]).all()) and float(weight[0]) > NEUTRAL for weight in weights)
 
 
 def _absorbed_logits(model: PreTrainedModel, ids: Tensor, advance: Callable[[int], None]) -> Tensor:

@@ -118,6 +118,7 @@ def to_stock(
         "o_proj.weight": layer.W_O.transpose(0, 1).flatten(1) * scale,
     }
     if layer.b_UQ is None or layer.b_QR is None or layer.b_KR is None:
+        assert layer.b_O is None  # no family that stock holds has a bias on the output alone
         tensors["q_proj.weight"] = query
     else:
         bias = torch.cat((layer.b_UQ, layer.b_QR), dim=1).flatten() * query_gain

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import mla_convert
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.decode_path import absorbed_model, has_plain_latent
 from mla_convert.families import read_spec
 from mla_convert.layer import attend_expanded
 from mla_convert.stock import (
@@ -139,6 +140,35 @@ def test_a_layer_read_back_is_the_layer(tmp_path: Path) -> None:
         mask = torch.ones(50, 50, dtype=torch.bool).tril()[None, None]
         seen = attention(hidden_states=hidden, position_embeddings=tables, attention_mask=mask)[0]
     assert distance(seen, wanted) < BOUND
+
+
+def test_a_truncation_is_that_of_the_native_format(tmp_path: Path) -> None:
+    """Where pairs stop rotating too: keys' biases outside the slots are left out, in both formats."""
+    source = tiny_model(tmp_path / "source", "qwen2")
+    size: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "rope_stride": 1, "method": "svd"}
+    stock = stock_model(convert_stock(source, tmp_path / "stock", **size))
+    folder, spec = (
+        convert_fp64(source, tmp_path / "native", format="native", **size),
+        read_spec(Checkpoint.open(source)),
+    )
+    native = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+    assert distance(logits(stock, IDS), logits(in_fp64(native, spec.inv_freq), IDS)) <= BOUND
+    assert distance(logits(stock, IDS), logits(source_fp64(source, spec), IDS)) > 1e-3
+
+
+def test_the_decode_path_is_scored_absorbed(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path / "source", "qwen2")
+    out = convert_stock(source, tmp_path / "out", kv_lora_rank=20, qk_rope_head_dim=6, method="svd")
+    model = stock_model(out)
+    assert has_plain_latent(model)
+    with absorbed_model(model) as absorbed, torch.no_grad():
+        found = [
+            absorbed(input_ids=IDS[:1, at : at + 1], position_ids=torch.tensor([[at]]), use_cache=False).logits
+            for at in range(IDS.shape[1])
+        ]
+    assert distance(torch.cat(found, dim=1), logits(model, IDS[:1])) <= BOUND
+    model.model.layers[2].self_attn.q_a_layernorm.weight.data[5] *= 2
+    assert not has_plain_latent(model)
 
 
 def test_a_truncation_verifies_heals_and_says_who_loses_the_biases(
