@@ -15,7 +15,7 @@ from mla_convert.errors import UnsupportedSource
 from mla_convert.families import SourceSpec, global_tensors, layer_tensors
 from mla_convert.layer import MLALayer
 from mla_convert.native import native_config, native_entry, to_native, untouched
-from mla_convert.portable import auto_map, code_files
+from mla_convert.portable import auto_map
 from mla_convert.projections import attention_prefix
 from mla_convert.report import environment
 from mla_convert.sizes import Size, source_numbers
@@ -150,8 +150,6 @@ def publish(
     if self_contained:
         config["auto_map"] = auto_map(spec.family)
     files = {RECORD: json.dumps(record, indent=2) + "\n", "README.md": model_card(record, config)}
-    if self_contained:
-        files |= code_files()
     generation = checkpoint.generation_config
     if generation is None and native_layers is None:  # a native config's class has the source's own defaults
         tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
