@@ -90,10 +90,13 @@ def absorb_layer(layer: MLALayer) -> AbsorbedLayer:
 def absorbed_query(
     absorbed: AbsorbedLayer, hidden: Float[Tensor, "batch tokens hidden_size"]
 ) -> Float[Tensor, "batch num_heads tokens kv_lora_rank"]:
-    """q_abs_i = W_UK,i^T W_UQ,i h: the query as the latent sees it."""
+    """q_abs_i = W_UK,i^T (W_UQ,i h + b_UQ,i): the query as the latent sees it."""
+    bias = absorbed.layer.b_UQ
     if absorbed.merged_q is not None:
-        return torch.einsum("bte,hre->bhtr", hidden, absorbed.merged_q)
+        merged = torch.einsum("bte,hre->bhtr", hidden, absorbed.merged_q)
+        return merged if bias is None else merged + torch.einsum("hd,hdr->hr", bias, absorbed.layer.W_UK)[:, None]
     q_nope = torch.einsum("bte,hde->bhtd", hidden, absorbed.layer.W_UQ)
+    q_nope = q_nope if bias is None else q_nope + bias[:, None]
     return torch.einsum("bhtd,hdr->bhtr", q_nope, absorbed.layer.W_UK)
 
 
@@ -106,10 +109,14 @@ def attend_absorbed(
     """Causal attention of `hidden` over `past` and itself; returns the output and the grown cache."""
     layer = absorbed.layer
     kv_c = hidden @ layer.W_DKV.T
-    k_pe = rotate(hidden @ layer.W_KR.T, position_ids, layer.inv_freq, layer.attention_scaling)
+    k_pe = hidden @ layer.W_KR.T
+    k_pe = rotate(
+        k_pe if layer.b_KR is None else k_pe + layer.b_KR, position_ids, layer.inv_freq, layer.attention_scaling
+    )
     if past is not None:
         kv_c, k_pe = torch.cat((past.kv_c, kv_c), dim=1), torch.cat((past.k_pe, k_pe), dim=1)
     q_pe = torch.einsum("bte,hde->bhtd", hidden, layer.W_QR)
+    q_pe = q_pe if layer.b_QR is None else q_pe + layer.b_QR[:, None]
     q_pe = rotate(q_pe, position_ids, layer.inv_freq, layer.attention_scaling)
 
     scores = absorbed_query(absorbed, hidden) @ kv_c[:, None].transpose(-1, -2)
@@ -122,4 +129,4 @@ def attend_absorbed(
     else:
         out = torch.einsum("bhtr,hdr->bhtd", context, layer.W_UV)
         out = torch.einsum("bhtd,hed->bte", out, layer.W_O)
-    return out, LatentCache(kv_c, k_pe)
+    return out if layer.b_O is None else out + layer.b_O, LatentCache(kv_c, k_pe)

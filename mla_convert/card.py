@@ -3,6 +3,7 @@
 from typing import Any
 
 from mla_convert.cache_size import layer_numbers
+from mla_convert.engines import biases_lost
 
 CARD = """---
 library_name: transformers
@@ -37,14 +38,21 @@ tags: [multi-head-latent-attention, mla, mla_convert]
 Its layers cache {numbers} numbers per token where the source's cache {source_numbers} ({percent:.0f} %). {kind}
 
 ```python
-import mla_convert  # makes the model class {architecture} known to transformers; no remote code
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+{load}
 ```
 
 Engines that do not run transformers' model classes cannot load this format. `conversion.json` holds the recipe, the
 source's hashes, and the predicted error of every layer. The licence of the source applies.
 """
+
+LOAD_PACKAGE = """import mla_convert  # makes the model class {architecture} known to transformers; no remote code
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")"""
+LOAD_CODE = """
+
+# Or without the package, which runs the code in this folder:
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER", trust_remote_code=True)"""
 
 EXACT = "The re-encoding is exact."
 UNTRAINED = "It has not been trained after the conversion."
@@ -54,6 +62,22 @@ SCALED_ROPE = (
     "The rope_type is {kind}: transformers computes it as the source does, and so does vLLM with "
     "model_impl=transformers; vLLM's own DeepSeek class, SGLang and llama.cpp compute another rotation."
 )
+
+
+BIASES = (
+    "The source's biases stand in q_a_proj (a query latent as wide as the input carries them), kv_a_proj_with_mqa and "
+    "o_proj: transformers loads them, and so does vLLM with model_impl=transformers. Not to be used with: {lost}."
+)
+
+
+def _engines(config: dict[str, Any]) -> list[str]:
+    """What engines make of a stock folder, a sentence each."""
+    kind = config["rope_parameters"]["rope_type"]
+    said = [STOCK_ROPE if kind == "default" else SCALED_ROPE.format(kind=kind)]
+    if config["attention_bias"]:
+        lost = "; ".join(f"{engine} ({what})" for engine, what in biases_lost().items())
+        said = [*(said if kind != "default" else ["RoPE is plain."]), BIASES.format(lost=lost)]
+    return said
 
 
 def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
@@ -71,12 +95,14 @@ def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
     }
     if native:
         numbers = " or ".join(f"{n}" for n in sorted(set(layers)))
-        return NATIVE_CARD.format(**facts, numbers=numbers, architecture=config["architectures"][0])
-    kind = config["rope_parameters"]["rope_type"]
+        load = LOAD_PACKAGE.format(architecture=config["architectures"][0])
+        if config.get("auto_map") is not None:
+            load += LOAD_CODE
+        return NATIVE_CARD.format(**facts, numbers=numbers, load=load)
     return CARD.format(
         **facts,
         numbers=layers[0],
         rank=record["kv_lora_rank"],
         rope=record["qk_rope_head_dim"],
-        engines=STOCK_ROPE if kind == "default" else SCALED_ROPE.format(kind=kind),
+        engines=" ".join(_engines(config)),
     )

@@ -135,12 +135,21 @@ def tensors_are_stock(converted: Checkpoint) -> list[Check]:
     ]
     dtypes = {str(header.dtype).removeprefix("torch.") for header in converted.headers.values()}
     half = [name for name, header in converted.headers.items() if header.dtype == torch.float16]
-    code = [p.name for pattern in ("*.py", "*.bin", "*.pt", "*.pth") for p in Path(converted.path).glob(pattern)]
     return [
         found("tensor names and shapes", wrong, f"{len(held)} tensors, exactly the class's", ""),
         found("no fp16 tensor", half, f"stored as {', '.join(sorted(dtypes))}", ""),
-        found("no code, no pickle", code, "safetensors and JSON only", "found:"),
     ]
+
+
+def no_code(folder: str | Path) -> Check:
+    """A stock folder holds no Python file and no pickle."""
+    code = [path.name for path in Path(folder).glob("*.py")] + pickles(folder)
+    return found("no code, no pickle", code, "safetensors and JSON only", "found:")
+
+
+def pickles(folder: str | Path) -> list[str]:
+    """Names of files that torch.load would read."""
+    return [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in Path(folder).glob(pattern)]
 
 
 def generation_kept(source: Checkpoint, converted: Checkpoint) -> Check:

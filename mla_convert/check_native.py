@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from mla_convert.check_files import Check, found
+from mla_convert.check_files import Check, found, pickles
 from mla_convert.check_models import ABSORB_BOUND, LAYER_BOUND, run_observed, within, worst_of
 from mla_convert.layer import attend_expanded
 from mla_convert.modeling.attention import MLAttention
 from mla_convert.modeling.classes import native_classes
-from mla_convert.modeling.configs import native_name
+from mla_convert.modeling.configs import PREFIX, native_name
 from mla_convert.native import NativeFolder
+from mla_convert.portable import code_faults
 
-OWN = ("architectures", "model_type", "dtype", "mla")
+OWN = ("architectures", "model_type", "dtype", "mla", "auto_map")
 DROPPED = ("torch_dtype", "_name_or_path", "transformers_version")
 
 
@@ -36,6 +37,14 @@ def config_is_native(source: Mapping[str, Any], converted: Mapping[str, Any], re
     if any(size > wanted for size in sizes) or not latent:
         wrong.append(f"mla caches {sorted(sizes)} numbers per layer, conversion.json says {wanted}")
     return [found("config is the source's with latent attention", wrong, f"{len(must) + 1} fields", "")]
+
+
+def code_is_ours(folder: str | Path, config: Mapping[str, Any]) -> Check:
+    """Python files in the folder are exactly those of `convert --self-contained`, or there are none; no pickles."""
+    family = str(config["model_type"]).removeprefix(PREFIX)
+    held = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in Path(folder).glob("*.py")}
+    wrong = code_faults(dict(config), family, held) + [f"{name} is a pickle" for name in pickles(folder)]
+    return found("no foreign code, no pickle", wrong, f"{len(held)} code files, all of mla_convert", "")
 
 
 def native_layers_are_exact(

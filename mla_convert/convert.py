@@ -15,6 +15,7 @@ from mla_convert.calibrate import KeptMoments, LayerMoments, calibrate
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.choose import choose
 from mla_convert.emit import expected_bytes, expected_native_bytes, publish, write_native, write_tensors
+from mla_convert.engines import biases_lost
 from mla_convert.errors import BadOption, UnsupportedSource
 from mla_convert.factor import SWEEPS
 from mla_convert.families import SourceSpec, read_spec
@@ -24,6 +25,7 @@ from mla_convert.layer import MLALayer
 from mla_convert.loading import load_tokenizer, resolve_device
 from mla_convert.measure import Clock, Stage, stage
 from mla_convert.options import FLOAT16_REASON
+from mla_convert.portable import check_self_contained
 from mla_convert.projections import source_attention
 from mla_convert.recipe import ConvertRecipe, HealSettings
 from mla_convert.report import progress
@@ -92,6 +94,8 @@ def convert(recipe: ConvertRecipe) -> ConvertResult:
     checkpoint = Checkpoint.open(recipe.source)
     spec = read_spec(checkpoint)
     native = output_is_native(recipe, spec)
+    if recipe.self_contained:
+        check_self_contained(native)
     job = Job(
         recipe=recipe,
         checkpoint=checkpoint,
@@ -164,7 +168,7 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
             },
             "stages": [asdict(taken) for taken in done],
         }
-        publish(job.checkpoint, spec, size, job.dtype, record, writer, native_layers)
+        publish(job.checkpoint, spec, size, job.dtype, record, writer, native_layers, recipe.self_contained)
     return ConvertResult(
         out=recipe.out,
         kv_lora_rank=size.kv_lora_rank,
@@ -245,9 +249,16 @@ def output_is_native(recipe: ConvertRecipe, spec: SourceSpec) -> bool:
             f"{recipe.source} ({spec.family}): the stock format cannot hold it: {obstacle.rstrip('.')}; "
             "use --format native"
         )
+    if recipe.format == "stock" and spec.biased:
+        lost = "; ".join(f"{engine}: {what}" for engine, what in biases_lost().items())
+        logger.warning("transformers loads the biases of a stock checkpoint, other engines do not: %s", lost)
     if recipe.format == "auto" and obstacle is not None:
         logger.info("native format, as the stock format cannot hold the source: %s", obstacle)
-    return recipe.format == "native" or obstacle is not None
+    elif recipe.format == "auto" and spec.stock_cost is not None:
+        logger.info("native format: %s; --format stock writes it all the same", spec.stock_cost)
+    return (
+        recipe.format == "native" or obstacle is not None or (recipe.format == "auto" and spec.stock_cost is not None)
+    )
 
 
 def output_dtype(recipe: ConvertRecipe, spec: SourceSpec, native: bool = False) -> torch.dtype:

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from mla_convert.absorbed import LatentCache, absorb, attend_absorbed
 from mla_convert.check_models import cached_logits, forward_logits
 from mla_convert.scoring import decoder
-from mla_convert.stock import from_stock, written_frequencies
+from mla_convert.stock import from_stock, stock_names, written_frequencies
 
-PROJECTIONS = ("q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 NEUTRAL = 100.0  # weights of a neutralised latent norm are sqrt(1e-6) over at most 1e-7 or so
 
 
@@ -28,7 +27,7 @@ class AbsorbedAttention(nn.Module):
 
     def __init__(self, attention: Any, config: dict[str, Any]):
         super().__init__()
-        tensors = {f"{name}.weight": getattr(attention, name).weight for name in PROJECTIONS}
+        tensors = {name: attention.get_parameter(name) for name in stock_names(config)}
         layer = from_stock(tensors, config, written_frequencies(config))
         self.absorbed = absorb(layer.to(attention.o_proj.weight.dtype, attention.o_proj.weight.device))
         self.cache: LatentCache | None = None
@@ -84,16 +83,17 @@ def decode_figures(
 
 
 def has_plain_latent(model: PreTrainedModel) -> bool:
-    """Whether the attention is that of a folder `convert` wrote: a latent, no query latent, no biases, and a latent
-    norm that is linear, which shows in one weight far above 1 for all its numbers.
+    """Whether the attention is that of a folder `convert` wrote: a query latent only with biases, and latent norms that
+    are linear, which shows in one weight far above 1 for all their numbers.
     """
     config = model.config
-    if not getattr(config, "kv_lora_rank", None) or getattr(config, "q_lora_rank", None):
+    query_latent = getattr(config, "q_lora_rank", None) is not None
+    if not getattr(config, "kv_lora_rank", None) or query_latent != bool(getattr(config, "attention_bias", False)):
         return False
     layers: Any = decoder(model).layers
-    weights = [layer.self_attn.kv_a_layernorm.weight.detach() for layer in layers]
-    constant = all(bool((weight == weight[0]).all()) for weight in weights)
-    return constant and max(float(w[0]) for w in weights) > NEUTRAL and not getattr(config, "attention_bias", False)
+    norms = ("kv_a_layernorm", "q_a_layernorm") if query_latent else ("kv_a_layernorm",)
+    weights = [getattr(layer.self_attn, norm).weight.detach() for norm in norms for layer in layers]
+    return all(bool((weight == weight[0]).all()) and float(weight[0]) > NEUTRAL for weight in weights)
 
 
 def _absorbed_logits(model: PreTrainedModel, ids: Tensor, advance: Callable[[int], None]) -> Tensor:

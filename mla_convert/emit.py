@@ -10,14 +10,16 @@ from torch import Tensor
 
 from mla_convert.card import model_card
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.engines import biases_lost
 from mla_convert.errors import UnsupportedSource
 from mla_convert.families import SourceSpec, global_tensors, layer_tensors
 from mla_convert.layer import MLALayer
 from mla_convert.native import native_config, native_entry, to_native, untouched
+from mla_convert.portable import auto_map
 from mla_convert.projections import attention_prefix
 from mla_convert.report import environment
 from mla_convert.sizes import Size, source_numbers
-from mla_convert.stock import residual_scale, stock_config, to_stock
+from mla_convert.stock import query_latent_rank, residual_scale, stock_config, to_stock
 from mla_convert.write import RECORD, FolderWriter
 
 
@@ -30,6 +32,9 @@ def expected_bytes(spec: SourceSpec, sizes: list[Size], dtype: torch.dtype) -> i
         nope = 0 if size.plan.keeps_everything else d
         query_and_down = (heads * (nope + rope) + rank + rope) * hidden
         up_and_out = heads * (nope + d) * rank + heads * d * hidden
+        if spec.biased:
+            query_latent = query_latent_rank(hidden)
+            query_and_down += query_latent * hidden + heads * (nope + rope) * (query_latent - hidden)
         layer = query_and_down + up_and_out + rank + 3 * spec.intermediate_size * hidden + 2 * hidden
         largest = max(largest, spec.num_hidden_layers * layer + 2 * spec.vocab_size * hidden + hidden)
     return largest * dtype.itemsize
@@ -115,10 +120,11 @@ def publish(
     record: dict[str, Any],
     writer: FolderWriter,
     native_layers: list[dict[str, Any] | None] | None = None,
+    self_contained: bool = False,
 ) -> None:
     """Complete `record`, write every file that is no tensor, and rename the folder to its name.
 
-    native_layers: what `write_native` returned, for the native format.
+    native_layers: what `write_native` returned, for the native format. self_contained: whether its code is written too.
     """
     record |= {
         "format": "stock" if native_layers is None else "native",
@@ -135,10 +141,14 @@ def publish(
         "environment": environment(),
     }
     nope = 0 if size.plan.keeps_everything else spec.source_head_dim
+    if native_layers is None and spec.biased:
+        record["biases_lost_by"] = biases_lost()
     if native_layers is None:
         config = stock_config(spec, size.kv_lora_rank, nope, size.plan, dtype)
     else:
         config = native_config(spec, native_layers, dtype)
+    if self_contained:
+        config["auto_map"] = auto_map(spec.family)
     files = {RECORD: json.dumps(record, indent=2) + "\n", "README.md": model_card(record, config)}
     generation = checkpoint.generation_config
     if generation is None and native_layers is None:  # a native config's class has the source's own defaults

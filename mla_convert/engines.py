@@ -20,8 +20,7 @@ NOT_STOCK = {
     "attention soft cap": "the DeepSeek classes have none",
     "logit soft cap": "the DeepSeek classes have none",
     "RoPE that differs": "the DeepSeek classes have one rotation for all layers",
-    "biases": "those of values and keys fold away, those of queries need a query latent with a bias, which few engines "
-    "load",
+    "biases": "--format stock puts those of queries into a query latent with a bias, which few engines load",
 }
 
 
@@ -71,6 +70,11 @@ def stock_obstacles(shape: AttentionShape) -> list[str]:
     if "partial rotary" in shape.features:
         found.append("partial rotary: not written yet")
     return found
+
+
+def biases_lost() -> dict[str, str]:
+    """Engine -> what it does with the biases of a stock checkpoint, for those that load none."""
+    return {row["name"]: row["biases"]["without"] for row in facts() if not row["biases"]["loaded"]}
 
 
 def padded_rank(row: dict[str, Any], size: tuple[int, int]) -> int | None:

@@ -23,6 +23,7 @@ from mla_convert.family_table import (
     NOT_OF_THE_CLASS,
     REQUIRED_KEYS,
     ROPE_KEYS,
+    STOCK_WINDOW,
     TENSOR_REASONS,
     Family,
     Fixed,
@@ -32,6 +33,7 @@ from mla_convert.frequencies import inverse_frequencies, read_rope
 
 logger = logging.getLogger(__name__)
 
+_BIAS_COST = "its attention has biases, which most engines do not load there, and which take a query latent"
 STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -45,6 +47,8 @@ class SourceSpec:
     rope_parameters: rope_type, rope_theta and the numbers of the type, from either spelling, where the stock format
     can say them. dtype: storage dtype of layer 0's q_proj. tie_word_embeddings: whether lm_head is the embedding
     in fact, not only by the config. stock_obstacle: why the stock format cannot hold the source; None where it can.
+    stock_cost: why `--format auto` prefers the native format although stock can hold the source; None: it does not.
+    biased: whether projections of the attention carry biases.
     keys_values: whether the latent is fed with keys and values, as they are not linear in the attention's input.
     """
 
@@ -68,6 +72,8 @@ class SourceSpec:
     config: dict[str, Any]
     layers: tuple[LayerFacts, ...]
     stock_obstacle: str | None
+    stock_cost: str | None
+    biased: bool
     keys_values: bool
 
     @property
@@ -128,6 +134,7 @@ def read_spec(ckpt: Checkpoint) -> SourceSpec:
     rotating = next((facts for facts in layers if facts.pairs), layers[0])
     attention = skeleton.model.layers[0].self_attn
     bias = any(name.endswith((".k_proj.bias", ".v_proj.bias")) for name in expected)
+    biased = any(re.search(r"\.self_attn\.\w*proj\.bias$", name) for name in expected)
     return SourceSpec(
         family=raw["model_type"],
         **sizes | {"source_head_dim": attention.head_dim},
@@ -142,6 +149,8 @@ def read_spec(ckpt: Checkpoint) -> SourceSpec:
         config=dict(raw),
         layers=layers,
         stock_obstacle=_stock_obstacle(raw, config, family, layers) or rope_obstacle,
+        stock_cost=_BIAS_COST if biased else None,
+        biased=biased,
         keys_values=family.qk_norm is not None or (bias and any(f.softcap or f.sinks for f in layers)),
     )
 
@@ -195,7 +204,8 @@ def _stock_obstacle(raw: dict[str, Any], config: Any, family: Family, layers: tu
     if isinstance(family.stock, str):
         return family.stock
     faults = [_fault(raw, config, key, rule) for key, rule in family.stock.items()]
-    return next((fault for fault in faults if fault is not None), None)
+    window = STOCK_WINDOW if any(facts.window for facts in layers) else None
+    return next((fault for fault in faults if fault is not None), window)
 
 
 def _positive(config: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -140,8 +140,7 @@ _WINDOW = "sliding-window attention is not supported; if every context is shorte
 _BIAS = "the model class of this family has no biases; set it to false"
 _QK_NORM = "the model class of this family has no QK-norm"
 _ENCODER = "only decoder-only causal language models are converted"
-_STOCK_BIAS = "the stock format holds no biases"
-_STOCK_WINDOW = "the stock format has no sliding windows"
+STOCK_WINDOW = "the stock format has no sliding windows"
 _TWO_WAYS = "attention that looks ahead is not converted"
 
 # Of every family. Keys that are no fields of a family's config class change nothing in its class, but checkpoints that
@@ -170,8 +169,7 @@ NOT_OF_THE_CLASS: Mapping[str, Fixed] = {
 }
 _DENSE_STOCK: Mapping[str, Fixed] = {
     "hidden_act": Fixed(("silu",), "the engines that serve MLA compute silu only"),
-    "attention_bias": Fixed((False, None), _STOCK_BIAS),
-    "mlp_bias": Fixed((False, None), _STOCK_BIAS),
+    "mlp_bias": Fixed((False, None), "the stock format has no biases in the MLP"),
 }
 _QWEN_EXPERTS: Mapping[str, tuple[str, ...]] = {
     "mlp.experts.gate_up_proj": (
@@ -180,14 +178,21 @@ _QWEN_EXPERTS: Mapping[str, tuple[str, ...]] = {
     ),
     "mlp.experts.down_proj": ("mlp.experts.{expert}.down_proj.weight",),
 }
-_EXPERTS = "its experts are not DeepSeek-V3's"
+# Of what transformers' DeepSeek classes compute; tests/test_stock_experts.py shows both.
+_RENORMALISED = (
+    "its router normalises the softmax over the chosen experts; DeepSeek-V3's weighs by sigmoids, and that of "
+    "transformers' DeepSeek-V2 normalises nothing"
+)
+_GATED = "its shared expert has a gate, DeepSeek's have none, and only DeepSeek-V2's router weighs by a softmax"
 _NORM = "its QK-norm is not linear in the latent"
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", stock=_DENSE_STOCK),
-    "mistral": Family("MistralForCausalLM", stock={**_DENSE_STOCK, "sliding_window": Fixed((None,), _STOCK_WINDOW)}),
+    "mistral": Family("MistralForCausalLM", stock={**_DENSE_STOCK, "sliding_window": Fixed((None,), STOCK_WINDOW)}),
     "ministral": Family("MinistralForCausalLM", stock="its layers have sliding windows"),
-    "qwen2": Family("Qwen2ForCausalLM", stock="its queries, keys and values have biases"),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", stock={**_DENSE_STOCK, "use_sliding_window": Fixed((False, None), STOCK_WINDOW)}
+    ),
     "qwen3": Family("Qwen3ForCausalLM", stock=_NORM, qk_norm="head"),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -242,7 +247,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        stock=_EXPERTS,
+        stock=_RENORMALISED,
         renamed=(".mlp.", ".block_sparse_moe."),
         experts={
             "mlp.experts.gate_up_proj": (
@@ -252,7 +257,7 @@ FAMILIES: Mapping[str, Family] = {
             "mlp.experts.down_proj": ("block_sparse_moe.experts.{expert}.w2.weight",),
         },
     ),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", stock=_EXPERTS, experts=_QWEN_EXPERTS),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", stock=_GATED, experts=_QWEN_EXPERTS),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", stock=_NORM, qk_norm="head", experts=_QWEN_EXPERTS),
     "gpt_oss": Family(
         "GptOssForCausalLM",

@@ -77,7 +77,8 @@ def heal(recipe: HealRecipe) -> HealResult:
         if folder is not None:
             return folder.layer(index).to(torch.float64, device) if index in folder.converted else None
         layer = read_stock_layer(recipe.converted, index).to(torch.float64, device)
-        return replace(layer, W_O=layer.W_O / scale)  # outputs of the source's scale, as the layer was assembled
+        b_O = None if layer.b_O is None else layer.b_O / scale
+        return replace(layer, W_O=layer.W_O / scale, b_O=b_O)  # outputs of the source's scale, as it was assembled
 
     done, reports = list[Stage](), list[HealReport]()
     stream = LayerStream(checkpoint, spec, device)
@@ -105,5 +106,5 @@ def heal(recipe: HealRecipe) -> HealResult:
                 "layers": [asdict(report) for report in reports],
             },
         }
-        publish(checkpoint, spec, size, dtype, new, writer, native_layers)
+        publish(checkpoint, spec, size, dtype, new, writer, native_layers, config.get("auto_map") is not None)
     return HealResult(recipe.out, tuple(reports), recipe.steps * recipe.window, tuple(done))

@@ -105,6 +105,11 @@ class ConvertRecipe(Recipe):
         "auto",
         choices=("auto", "stock", "native"),
     )
+    self_contained: bool = option(
+        "Native format: also write the model's code beside the weights, for those who load it with "
+        "trust_remote_code=True, without this package.",
+        False,
+    )
     keep_layers: str = option(
         "Layers that stay as they are (native format): auto (Gemma's local layers), none, sliding (all with a window), "
         "or indices such as 0,5-7.",

@@ -6,9 +6,15 @@ the latent rows of kv_a_proj_with_mqa are multiplied by an alpha so small that m
 relative error mean((alpha c)^2) / (2 eps). Transformers fixes that eps to 1e-6 while others read
 rms_norm_eps, so rms_norm_eps is written as 1e-6 and the residual stream is rescaled where the source's
 differs: RMSNorm(S x; S^2 eps) = RMSNorm(x; eps).
+
+Biases have slots in kv_a_proj_with_mqa, o_proj and q_a_proj, but none in the projection that makes the queries. What
+values' biases add to the output goes to o_proj's, what keys' biases add outside the rotating rows the softmax ignores,
+and queries go through a query latent that carries a constant, u = [h; 1], its norm neutralised like the other:
+q = W_UQ h + b_UQ = [W_UQ, b_UQ] u, with q_a_proj the identity on h and the constant in its bias.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,7 @@ LATENT_NORM_EPS = 1e-6  # hard-coded in transformers' DeepSeek classes
 # 2e-6 = 5e-9, below fp32 rounding (6e-8), while 1e-7 is far above the smallest normal bfloat16 or float32
 # number (1e-38).
 SCALED_LATENT_RMS = 1e-7
+QUERY_LATENT_MULTIPLE = 64  # GPU kernels are slow for odd widths
 
 
 def residual_scale(rms_norm_eps: float) -> float:
@@ -62,6 +69,35 @@ def interleave_heads(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat((a, b), dim=1).flatten(0, 1)
 
 
+def query_latent_rank(hidden_size: int) -> int:
+    """q_lora_rank of a model with biases: [h; 1] and zeros, since a smaller one would truncate the queries."""
+    return -(-(hidden_size + 1) // QUERY_LATENT_MULTIPLE) * QUERY_LATENT_MULTIPLE
+
+
+def _query_with_bias(query: Tensor, bias: Tensor, norm_weight: Tensor, scaled_rms: float) -> dict[str, Tensor]:
+    """q = `query` h + `bias` ([rows, hidden_size], [rows]) by q_b_proj, q_a_layernorm and q_a_proj.
+
+    alpha and the norm's weight are powers of two, exact in any storage type; what is left of sqrt(eps) / (alpha w) is
+    in q_b_proj, whose numbers round independently. rms(u) is bounded for every h = RMSNorm(x) * norm_weight.
+    """
+    rows, hidden = query.shape
+    rank = query_latent_rank(hidden)
+    bound = math.sqrt((hidden * float(norm_weight.double().square().max()) + 1) / rank)
+    root = math.sqrt(LATENT_NORM_EPS)
+    alpha = 2.0 ** math.floor(math.log2(scaled_rms / bound))
+    gain = 2.0 ** -round(math.log2(alpha / root))
+    up = query.new_zeros(rows, rank)
+    up[:, :hidden], up[:, hidden] = query, bias
+    constant = query.new_zeros(rank)
+    constant[hidden] = alpha
+    return {
+        "q_a_proj.weight": alpha * torch.eye(rank, hidden, dtype=query.dtype, device=query.device),
+        "q_a_proj.bias": constant,
+        "q_a_layernorm.weight": query.new_full((rank,), gain),
+        "q_b_proj.weight": up * (root / (alpha * gain)),
+    }
+
+
 def to_stock(
     layer: MLALayer, norm_weight: Tensor, scale: float, scaled_rms: float = SCALED_LATENT_RMS
 ) -> dict[str, Tensor]:
@@ -69,19 +105,36 @@ def to_stock(
 
     norm_weight [hidden_size] is the weight of the layer's input norm (for the bound on the latent), scale the
     factor on the residual stream. DeepSeek's softmax scale is (qk_nope_head_dim + qk_rope_head_dim)^-0.5; the
-    ratio to the source's is folded into the query.
+    ratio to the source's is folded into the query. A layer with biases gets all of its slots, zeros included.
     """
     nope, rope = layer.W_UQ.shape[1], layer.qk_rope_head_dim
     query_gain = layer.softmax_scale * math.sqrt(nope + rope)
     alpha = latent_alpha(layer.W_DKV, norm_weight, scaled_rms)
+    query = interleave_heads(layer.W_UQ, layer.W_QR) * query_gain
     tensors = {
-        "q_proj.weight": interleave_heads(layer.W_UQ, layer.W_QR) * query_gain,
         "kv_a_proj_with_mqa.weight": torch.cat((layer.W_DKV * alpha, layer.W_KR)),
         "kv_a_layernorm.weight": layer.W_DKV.new_full((layer.kv_lora_rank,), math.sqrt(LATENT_NORM_EPS) / alpha),
         "kv_b_proj.weight": interleave_heads(layer.W_UK, layer.W_UV),
         "o_proj.weight": layer.W_O.transpose(0, 1).flatten(1) * scale,
     }
+    if layer.b_UQ is None or layer.b_QR is None or layer.b_KR is None:
+        assert layer.b_O is None  # no family that stock holds has a bias on the output alone
+        tensors["q_proj.weight"] = query
+    else:
+        bias = torch.cat((layer.b_UQ, layer.b_QR), dim=1).flatten() * query_gain
+        b_O = layer.W_O.new_zeros(layer.W_O.shape[1]) if layer.b_O is None else layer.b_O
+        tensors |= _query_with_bias(query, bias, norm_weight, scaled_rms)
+        tensors["kv_a_proj_with_mqa.bias"] = torch.cat((layer.b_KR.new_zeros(layer.kv_lora_rank), layer.b_KR))
+        tensors["o_proj.bias"] = b_O * scale
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def stock_names(config: Mapping[str, Any]) -> list[str]:
+    """Names below `self_attn.` of a layer's tensors, as `from_stock` wants them, for a written config.json."""
+    query = ["q_proj"] if config["q_lora_rank"] is None else ["q_a_proj", "q_a_layernorm", "q_b_proj"]
+    names = [*query, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
+    biased = ["q_a_proj", "kv_a_proj_with_mqa", "o_proj"] if config["attention_bias"] else []
+    return [f"{name}.weight" for name in names] + [f"{name}.bias" for name in biased if name in names]
 
 
 def from_stock(tensors: dict[str, Tensor], config: dict[str, Any], inv_freq: Tensor) -> MLALayer:
@@ -92,10 +145,16 @@ def from_stock(tensors: dict[str, Tensor], config: dict[str, Any], inv_freq: Ten
     """
     heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
     nope, rope, v_width = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    q = tensors["q_proj.weight"].unflatten(0, (heads, nope + rope))
+    root, bias = math.sqrt(LATENT_NORM_EPS), None
+    if config["q_lora_rank"] is None:
+        q = tensors["q_proj.weight"].unflatten(0, (heads, nope + rope))
+    else:
+        q_b = tensors["q_b_proj.weight"] * (tensors["q_a_layernorm.weight"] / root)
+        q = (q_b @ tensors["q_a_proj.weight"]).unflatten(0, (heads, nope + rope))
+        bias = (q_b @ tensors["q_a_proj.bias"]).unflatten(0, (heads, nope + rope))
     kv_a = tensors["kv_a_proj_with_mqa.weight"]
     kv_b = tensors["kv_b_proj.weight"].unflatten(0, (heads, nope + v_width))
-    norm_gain = tensors["kv_a_layernorm.weight"] / math.sqrt(LATENT_NORM_EPS)
+    norm_gain = tensors["kv_a_layernorm.weight"] / root
     return MLALayer(
         W_UQ=q[:, :nope],
         W_QR=q[:, nope:],
@@ -106,6 +165,10 @@ def from_stock(tensors: dict[str, Tensor], config: dict[str, Any], inv_freq: Ten
         W_O=tensors["o_proj.weight"].unflatten(1, (heads, v_width)).transpose(0, 1),
         inv_freq=inv_freq,
         softmax_scale=(nope + rope) ** -0.5,
+        b_UQ=None if bias is None else bias[:, :nope],
+        b_QR=None if bias is None else bias[:, nope:],
+        b_KR=None if bias is None else tensors["kv_a_proj_with_mqa.bias"][rank:],
+        b_O=tensors.get("o_proj.bias"),
     )
 
 
@@ -128,7 +191,7 @@ def stock_config(
         "num_attention_heads": spec.num_attention_heads,
         # What the classes expand to, not the source's group count.
         "num_key_value_heads": spec.num_attention_heads,
-        "q_lora_rank": None,
+        "q_lora_rank": query_latent_rank(spec.hidden_size) if spec.biased else None,
         "kv_lora_rank": kv_lora_rank,
         "qk_nope_head_dim": qk_nope_head_dim,
         "qk_rope_head_dim": 2 * len(plan.source_index),
@@ -138,7 +201,7 @@ def stock_config(
         "rms_norm_eps": LATENT_NORM_EPS,
         "rope_interleave": True,
         "rope_parameters": plan.rope_parameters,
-        "attention_bias": False,
+        "attention_bias": spec.biased,
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
         "use_cache": True,
@@ -166,8 +229,7 @@ def read_stock_layer(folder: str | Path, layer: int, dtype: torch.dtype = torch.
     """Read one layer of a written folder back (the latent norm and alpha undone), in `dtype` on the CPU."""
     checkpoint = Checkpoint.open(folder)
     prefix = f"model.layers.{layer}.self_attn."
-    names = ("q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
-    tensors = {f"{n}.weight": checkpoint.tensor(f"{prefix}{n}.weight").to(dtype) for n in names}
+    tensors = {name: checkpoint.tensor(prefix + name).to(dtype) for name in stock_names(checkpoint.config)}
     return from_stock(tensors, checkpoint.config, written_frequencies(checkpoint.config))
 
 

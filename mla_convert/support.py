@@ -26,11 +26,16 @@ ALWAYS_BIASED = ("qwen2",)  # by its class, without a config field
 def support(name: str) -> dict[str, str]:
     """Feature -> format that a model of family `name` with it is written in by --format auto: stock or native.
 
-    "refused": the family's class has no such feature, so a checkpoint or config that claims it is refused by name.
+    "native (stock)": --format stock can hold it too, at a cost. "refused": the family's class has no such feature, so
+    a checkpoint or config that claims it is refused by name.
     """
     family: Family = FAMILIES[name]
     fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(name)))}
-    plain = "stock" if not isinstance(family.stock, str) else "native"
+    stock = not isinstance(family.stock, str)
+    biased = "native (stock)" if stock else "native"
+    plain = "stock" if stock else "native"
+    if name in ALWAYS_BIASED:
+        plain = biased
     has = {
         "biases": name in ALWAYS_BIASED or any(key in fields for key in BIASES),
         "QK-norm": family.qk_norm is not None,
@@ -43,6 +48,8 @@ def support(name: str) -> dict[str, str]:
         "experts": bool(family.experts) or "num_local_experts" in fields,
     }
     found = {feature: "native" if present else "refused" for feature, present in has.items()}
+    if has["biases"]:
+        found["biases"] = biased
     return {feature: {"plain": plain, "linear, llama3 RoPE": plain, **found}[feature] for feature in FEATURES}
 
 

@@ -80,6 +80,10 @@ def verify(recipe: VerifyRecipe) -> VerifyResult:
     else:
         checks += check_files.config_is_stock(source.config, converted.config, record)
     checks += check_files.tensors_are_stock(converted)
+    if is_native(converted.config):
+        checks.append(check_native.code_is_ours(recipe.converted, converted.config))
+    else:
+        checks.append(check_files.no_code(recipe.converted))
     checks.append(check_files.generation_kept(source, converted))
     tokenizer = _tokenizer(recipe.source)
     if tokenizer is not None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mla_convert.errors import BadOption, MlaConvertError, TargetExists
+from mla_convert.portable import code_files
 
 MAX_SHARD_BYTES = 4 * 1024**3
 RECORD = "conversion.json"
@@ -82,7 +83,12 @@ class FolderWriter:
         self._open, self._open_bytes = {}, 0
 
     def commit(self, files: dict[str, str], copies: Iterable[Path], config: dict[str, Any]) -> None:
-        """Write the index, `files` (name to text), `copies`, last config.json; rename the folder to `out`."""
+        """Write the index, `files` (name to text), `copies`, last config.json; rename the folder to `out`.
+
+        A config with `auto_map` gets the code that it names (portable.py).
+        """
+        if config.get("auto_map") is not None:
+            files = files | code_files()
         if self._open:
             self._flush()
         with full_disk_is_named(self.staging):

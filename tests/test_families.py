@@ -207,12 +207,14 @@ def test_config_features_are_refused_by_name(tmp_path: Path, changes: dict[str, 
 
 STOCK_OBSTACLES: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, r"hidden_act='gelu', not 'silu': the engines"),
-    ("llama", {"attention_bias": True}, r"attention_bias=True, not False or None: the stock format holds no biases"),
+    ("llama", {"mlp_bias": True}, r"mlp_bias=True, not False or None: the stock format has no biases in the MLP"),
     ("mistral", {"sliding_window": 64}, r"sliding_window=64, not None: the stock format has no sliding windows"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0}}, r"rope_type='yarn'"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e3, "factor": 4.0}}, r"rope_type='dynamic'"),
-    ("qwen2", {}, "biases"),
     ("qwen3", {}, "QK-norm is not linear in the latent"),
+    ("mixtral", {}, "its router normalises the softmax over the chosen experts; DeepSeek-V3's weighs by sigmoids"),
+    ("qwen2_moe", {}, "its shared expert has a gate, DeepSeek's have none"),
+    ("qwen3_moe", {}, "QK-norm is not linear in the latent"),
 ]
 
 
@@ -231,6 +233,20 @@ def test_what_stock_cannot_hold_goes_native_and_is_refused_as_stock(
     plain = read_spec(Checkpoint.open(tiny_model(tmp_path / "plain", "llama")))
     assert not output_is_native(ConvertRecipe(**sizes), plain)
     assert output_is_native(ConvertRecipe(**sizes, format="native"), plain)
+
+
+def test_what_stock_holds_at_a_cost_goes_native_unless_it_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = read_spec(Checkpoint.open(tiny_model(tmp_path / "m", "qwen2", tokenizer=False)))
+    sizes = {"source": "SOURCE", "out": "OUT", "lossless": True}
+    with caplog.at_level(logging.INFO, "mla_convert.convert"):
+        assert output_is_native(ConvertRecipe(**sizes), spec)
+        assert re.search(
+            r"native format: its attention has biases.*; --format stock writes it all the same", caplog.text
+        )
+        assert not output_is_native(ConvertRecipe(**sizes, format="stock"), spec)
+    assert "other engines do not: vLLM (GPU): skipped" in caplog.text
 
 
 def test_the_window_of_a_mistral_is_the_class_s_where_the_key_is_absent(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from tiny import FAMILIES as STOCK
 from tiny import NATIVE, edit_config, tiny_class, tiny_model
 
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.convert import output_is_native
 from mla_convert.errors import UnsupportedSource
 from mla_convert.families import read_spec
 from mla_convert.family_table import FAMILIES
+from mla_convert.recipe import ConvertRecipe
 from mla_convert.support import FEATURES, support, support_table
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -63,16 +65,22 @@ def test_the_format_is_what_the_table_says(tmp_path: Path, family: str) -> None:
     cells = support(family)
     assert list(cells) == list(FEATURES)
     spec = read_spec(Checkpoint.open(tiny_model(tmp_path / "m", family, tokenizer=False)))
-    assert ("stock" if spec.stock_obstacle is None else "native") == cells["plain"]
+    cost = "stock" if spec.stock_cost is None else "native (stock)"
+    assert (cost if spec.stock_obstacle is None else "native") == cells["plain"]
     assert any(facts.window for facts in spec.layers) <= (cells["windows"] == "native")
     assert spec.keys_values >= (cells["QK-norm"] == "native")
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2", "granite", "gpt_oss"])
-def test_biases_go_native_where_the_class_has_them(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "cell"),
+    [("llama", "native (stock)"), ("olmo2", "native"), ("granite", "native"), ("gpt_oss", "native")],
+)
+def test_biases_go_native_where_the_class_has_them(tmp_path: Path, family: str, cell: str) -> None:
     biased = tiny_model(tmp_path / "biased", family, tokenizer=False, attention_bias=True)
     spec = read_spec(Checkpoint.open(biased))
-    assert spec.stock_obstacle is not None and support(family)["biases"] == "native"
+    assert spec.biased and spec.stock_cost is not None and support(family)["biases"] == cell
+    assert (spec.stock_obstacle is None) == (cell == "native (stock)")
+    assert output_is_native(ConvertRecipe("SOURCE", "OUT", lossless=True), spec)
 
 
 def test_biases_are_refused_where_the_class_has_none(tmp_path: Path) -> None:

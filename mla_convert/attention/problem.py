@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from mla_convert.errors import BadOption
@@ -11,21 +10,21 @@ from mla_convert.errors import BadOption
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The arguments of `latent_attention`, checked; see there for shapes. sinks is [num_heads] or None.
+    """The arguments of `latent_attention`, checked; see there for shapes (this file needs torch alone).
 
     kv_c may be stored in another type than q_latent (int8, fp8); token s of sequence b then means
     scales[b, s] kv_c[b, s], or kv_c itself without scales.
     """
 
-    q_latent: Float[Tensor, "batch num_heads queries kv_lora_rank"]
-    q_pe: Float[Tensor, "batch num_heads queries qk_rope_head_dim"]
-    kv_c: Float[Tensor, "batch tokens kv_lora_rank"]
-    k_pe: Float[Tensor, "batch tokens qk_rope_head_dim"]
+    q_latent: Tensor
+    q_pe: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
     scale: float
     mask: Tensor | None = None
     softcap: float | None = None
-    sinks: Float[Tensor, " num_heads"] | None = None
-    scales: Float[Tensor, "batch tokens"] | None = None
+    sinks: Tensor | None = None
+    scales: Tensor | None = None
 
     def __post_init__(self) -> None:
         batch, heads, queries, rank = self.q_latent.shape
@@ -58,8 +57,8 @@ class Problem:
         """Type of sums: fp64 stays, everything else is fp32."""
         return torch.float64 if self.q_latent.dtype == torch.float64 else torch.float32
 
-    def latents(self, start: int, stop: int) -> Float[Tensor, "batch block kv_lora_rank"]:
-        """Tokens start..stop of kv_c in the type of q_latent, scaled."""
+    def latents(self, start: int, stop: int) -> Tensor:
+        """Tokens start..stop of kv_c, [batch, stop - start, kv_lora_rank], in the type of q_latent, scaled."""
         block = self.kv_c[:, start:stop]
         if self.scales is not None:
             block = block.to(self.accumulate) * self.scales[:, start:stop, None].to(self.accumulate)

@@ -17,6 +17,20 @@ _SMALLEST_BLOCK = 256
 _SCORES = 1 << 25
 
 
+def latent_attention(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What `mla_convert.attention.latent_attention` computes, always in torch: all that a self-contained folder has."""
+    return attend(Problem(q_latent, q_pe, kv_c, k_pe, scale, mask, softcap, sinks))
+
+
 def attend(problem: Problem) -> Tensor:
     """The context [batch, heads, queries, kv_lora_rank], in the dtype of q_latent."""
     if problem.needs_grad:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_convert.attention import latent_attention
+from mla_convert.attention.dispatch import latent_attention
 from mla_convert.modeling.core import causal_mask, expanded_attention, turn
 
 PATHS = ("auto", "expanded", "absorbed")

@@ -25,12 +25,20 @@ def native_classes(family: str) -> tuple[type[PretrainedConfig], type[Any]]:
     here, config = sys.modules[__name__], config_class(family)
     source: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]]
     name = f"MLA{source.__name__}"
-    if not hasattr(here, name):
+    if name not in vars(here):
         setattr(here, name, _model_class(name, family, config, source))  # so that instances can be pickled by name
         conversion = get_checkpoint_conversion_mapping(family)  # of the tensors of experts
         if conversion is not None:
-            register_checkpoint_conversion_mapping(native_name(family), conversion)
+            register_checkpoint_conversion_mapping(native_name(family), conversion, overwrite=True)
     return config, getattr(here, name)
+
+
+def __getattr__(name: str) -> Any:
+    """The model class of that name; where the code lies beside the weights, config.json's auto_map asks for it."""
+    for family, row in FAMILIES.items():
+        if name == f"MLA{row.architecture}":
+            return native_classes(family)[1]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _model_class(name: str, family: str, config: Any, source: Any) -> Any:

@@ -40,7 +40,7 @@ def config_class(family: str) -> Any:
 
     here, source = sys.modules[__name__], CONFIG_MAPPING[family]
     name = f"MLA{source.__name__}"
-    if not hasattr(here, name):
+    if name not in vars(here):
         made: Any = type(
             name,
             (source,),
@@ -56,6 +56,17 @@ def config_class(family: str) -> Any:
         )
         setattr(here, name, made)  # so that instances can be pickled by name
     return getattr(here, name)
+
+
+def __getattr__(name: str) -> Any:
+    """The config class of that name; where the code lies beside the weights, config.json's auto_map asks for it."""
+    from transformers.models.auto import configuration_auto
+
+    names: Any = vars(configuration_auto)["CONFIG_MAPPING_NAMES"]
+    for family in FAMILIES:
+        if name == f"MLA{names[family]}":
+            return config_class(family)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register_configs() -> None:
