@@ -116,16 +116,6 @@ def test_healing_wins_while_converting_and_afterwards(tmp_path: Path, text: str,
     assert kl(source, tmp_path / "again") < plain
 
 
-def test_finetune_refuses_the_native_format(tmp_path: Path, text: str) -> None:
-    source = tiny_model(tmp_path / "source", "qwen3")
-    out = tmp_path / "out"
-    mla_convert.convert(source=str(source), out=str(out), calib_data=[text], **SMALL)
-    with pytest.raises(BadOption, match="is in the native format, which finetune does not train yet; use `mla-convert"):
-        mla_convert.finetune(
-            source=str(source), converted=str(out), out=str(tmp_path / "tuned"), data=[text], window=64
-        )
-
-
 def test_evaluation_counts_what_is_held(tmp_path: Path, text: str) -> None:
     source = tiny_model(tmp_path / "source", "qwen3", projection_std=0.12)
     out = tmp_path / "out"
