@@ -22,7 +22,7 @@ class Student(nn.Module):
         self.residual_scale = residual_scale
         self._teacher_head = teacher_head  # no module, so it is no buffer: never saved, sharded or cast
         # what FSDP gathers at a time where its config names no class
-        self._no_split_modules = [type(decoder(model).layers[0]).__name__]  # type: ignore[index, union-attr]
+        self._no_split_modules = [type(decoder(model).layers[0]).__name__]  # type: ignore[index]
 
     def forward(self, input_ids: Tensor, teacher: dict[str, Tensor], judge: bool = False) -> dict[str, Tensor]:
         """Scalars loss, kl and ce (nats per predicted token) of windows [batch, tokens].
