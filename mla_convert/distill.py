@@ -81,16 +81,18 @@ def chunked_loss(
     teacher: Callable[[slice], Tensor | TopLogits],
     weights: LossWeights,
     rows: int | None = None,
+    finish: Callable[[Tensor], Tensor] = lambda products: products,
 ) -> Float[Tensor, "3"]:
     """Mean loss, KL at `weights.temperature` (without T^2) and cross-entropy, nats per token.
 
     Only the loss can be differentiated, by `hidden` and `weight` (the model's head). teacher(part): the source's
-    logits of those tokens; rows: tokens per block, by default as many as fill LOGIT_BYTES.
+    logits of those tokens; finish: what makes logits of the head's products; rows: tokens per block, by default as many
+    as fill LOGIT_BYTES.
     """
     rows = rows or max(1, LOGIT_BYTES // (4 * weight.shape[0]))
 
     def block(h: Tensor, w: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-        logits = torch.nn.functional.linear(h, w).float()
+        logits = finish(torch.nn.functional.linear(h, w)).float()
         logq = _log_probabilities(logits, weights.temperature)
         with torch.no_grad():
             reference = teacher(part)

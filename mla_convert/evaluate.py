@@ -17,7 +17,7 @@ from mla_convert.errors import BadCheckpoint, BadOption
 from mla_convert.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
 from mla_convert.measure import peak_rss
 from mla_convert.recipe import EvalRecipe
-from mla_convert.scoring import TokenScores, Windows, full_windows, head, hidden_states, score
+from mla_convert.scoring import Head, TokenScores, Windows, full_windows, head, hidden_states, score
 from mla_convert.texts import BOS_EVERY_WINDOW, bos_policy, read_documents, text_hash, token_windows
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def evaluate(recipe: EvalRecipe) -> EvalResult:
     order = [m for m in (recipe.reference,) if m is not None]
     order += [m for m in recipe.models if m not in order]
     by_name: dict[str, ModelScore] = {}
-    reference: tuple[torch.nn.Linear, torch.Tensor] | None = None
+    reference: tuple[Head, torch.Tensor] | None = None
     with report.progress("evaluating", "tokens", len(order) * int(windows.mask.sum())) as advance:
         for name in order:
             start = time.perf_counter()

@@ -48,3 +48,10 @@ def read_for_class(checkpoint: Checkpoint, family: Family, name: str, shape: tup
         return None
     tensors = [checkpoint.tensor(part) for part in parts]
     return tensors[0] if len(parts) == 1 and parts[0].count("experts.") == 0 else torch.cat(tensors).view(shape)
+
+
+def split_for_checkpoint(family: Family, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The inverse of `read_for_class`: the class's tensor `name` as checkpoints hold it, expert by expert."""
+    parts = stored_parts(family, name, tuple(tensor.shape))
+    rows = [tensor] if len(parts) == 1 and parts[0][1] == tensor.shape else tensor.flatten(0, 1).split(parts[0][1][0])
+    return {part: piece.contiguous() for (part, _), piece in zip(parts, rows, strict=True)}

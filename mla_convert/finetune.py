@@ -1,4 +1,4 @@
-"""finetune: distil the source into a converted checkpoint, and write the result as a stock folder again.
+"""finetune: distil the source into a converted checkpoint, and write the result as a folder of the same format.
 
 Everything unfinished lives in OUT.training (checkpoints, the best tensors so far, cached logits); the same call
 continues from there after a kill. It is deleted once OUT is written.
@@ -26,6 +26,7 @@ from mla_convert.features import EXACT
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.healing import compute_dtype
 from mla_convert.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
+from mla_convert.native import is_native
 from mla_convert.record import check_source, read_record
 from mla_convert.report import progress, write_json
 from mla_convert.stock import residual_scale
@@ -33,7 +34,8 @@ from mla_convert.teacher import CachedTeacher, LiveTeacher, write_cache
 from mla_convert.texts import check_ids
 from mla_convert.train_data import TrainingText, read_training_text
 from mla_convert.train_export import Exported, Outcome, export, writer_of
-from mla_convert.train_model import Student, choose_trained, open_latent, unit_latent
+from mla_convert.train_form import choose_trained, open_latent, unit_latent
+from mla_convert.train_model import Student
 from mla_convert.trainer import (
     BEST,
     DistillTrainer,
@@ -87,7 +89,8 @@ def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
     if args.process_index == 0:
         _claim(work, recipe, record, text)
     _barrier(args)
-    trainer = _trainer(recipe, args, text, residual_scale(float(source.config["rms_norm_eps"])))
+    scale = 1.0 if is_native(converted.config) else residual_scale(float(source.config["rms_norm_eps"]))
+    trainer = _trainer(recipe, args, text, scale)
     checkpoint = last_checkpoint(work)
     if checkpoint is not None:
         logger.info("continuing from %s", checkpoint)
@@ -204,11 +207,6 @@ def prepared(recipe: FinetuneRecipe, device: torch.device, windows: Tensor) -> A
 def _read_record(recipe: FinetuneRecipe, source: Checkpoint) -> dict[str, Any]:
     """conversion.json of CONVERTED. Raises BadCheckpoint or BadOption if it is no conversion of SOURCE to train."""
     record = read_record(recipe.converted)
-    if record.get("format") == "native":
-        raise BadOption(
-            f"{recipe.converted} is in the native format, which finetune does not train yet; use `mla-convert heal`, "
-            "or convert with --format stock where the source allows it"
-        )
     if record.get("lossless"):
         raise BadOption(f"{recipe.converted} is lossless: it has nothing to win back; convert to a smaller cache first")
     check_source(recipe.converted, record, source)

@@ -27,8 +27,8 @@ class FinetuneRecipe(Recipe):
         "Texts that judge, named like --data; without it the last windows of every text of --data are held out.", ()
     )
     train: str = option(
-        "What is trained: attention (the latent projections and W_O), all, or lora (adapters on the same "
-        "projections, merged at the end).",
+        "What is trained: attention (the latent projections and W_O of converted layers, and q, k, v where those feed "
+        "the latent), all, or lora (adapters on the same projections, merged at the end).",
         "attention",
         choices=("attention", "all", "lora"),
     )

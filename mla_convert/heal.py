@@ -53,6 +53,11 @@ def heal(recipe: HealRecipe) -> HealResult:
     )
     if record["lossless"]:
         raise BadOption(f"{recipe.converted} is an exact re-encoding, so there is nothing to heal")
+    if "finetune" in record:
+        raise BadOption(
+            f"{recipe.converted} was fine-tuned; healing would aim every layer at the source again, and write what is "
+            "no part of the latent as the source has it; heal first, then finetune"
+        )
     check_source(recipe.converted, record, checkpoint)
     native = is_native(config)
     plan = native_plan if native else ladder_plan

@@ -132,25 +132,46 @@ def decoder(model: PreTrainedModel) -> nn.Module:
     return body
 
 
-def head(model: PreTrainedModel) -> nn.Linear:
-    """The language-model head. Raises UnsupportedSource when logits are more than head(hidden states)."""
-    lm_head = getattr(model, "lm_head", None)
-    name = type(model).__name__
+@dataclass(frozen=True, eq=False)
+class Head:
+    """From final hidden states to logits: softcap tanh(scale (W h + b) / softcap), without tanh where softcap is None.
+
+    weight [vocab, hidden_size] and bias [vocab] are the model's own parameters.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., vocab] of hidden states [..., hidden_size]."""
+        return self.finish(nn.functional.linear(hidden, self.weight, self.bias))
+
+    def finish(self, products: torch.Tensor) -> torch.Tensor:
+        """Logits from W h + b."""
+        logits = products if self.scale == 1 else products * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def head(model: PreTrainedModel) -> Head:
+    """The language-model head and what the class does after it. Raises UnsupportedSource where it is no linear map."""
+    lm_head, config = getattr(model, "lm_head", None), model.config
     if not isinstance(lm_head, nn.Linear):
-        raise UnsupportedSource(f"{name}: its head is {type(lm_head).__name__}, not a linear map; it cannot be scored")
-    for key, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1), ("logit_scale", 1)):
-        value = getattr(model.config, key, neutral)
-        if value not in (None, neutral):
-            raise UnsupportedSource(f"{name}: {key}={value} changes the logits after the head; it cannot be scored")
-    return lm_head
+        raise UnsupportedSource(
+            f"{type(model).__name__}: its head is {type(lm_head).__name__}, not a linear map; it cannot be scored"
+        )
+    # Granite divides, Cohere multiplies, Gemma 2 caps.
+    scale = float(getattr(config, "logit_scale", None) or 1) / float(getattr(config, "logits_scaling", None) or 1)
+    return Head(lm_head.weight, lm_head.bias, scale, getattr(config, "final_logit_softcapping", None))
 
 
 @torch.inference_mode()
 def score(
-    lm_head: nn.Linear,
+    lm_head: Head | nn.Linear,
     hidden: torch.Tensor,
     targets: torch.Tensor,
-    reference: tuple[nn.Linear, torch.Tensor] | None = None,
+    reference: tuple[Head | nn.Linear, torch.Tensor] | None = None,
 ) -> TokenScores:
     """Negative log-likelihood of `targets` [tokens] given `hidden` [tokens, hidden_size]; nats, fp64 sums.
 
@@ -179,7 +200,7 @@ def score(
     return TokenScores(nll, *beside)
 
 
-def _log_probs(lm_head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+def _log_probs(lm_head: Head | nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     # at least fp32: bf16 logits are formed in bf16, as a server does, and normalised in fp32
     logits = lm_head(hidden.to(lm_head.weight.device, lm_head.weight.dtype))
     return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import mla_convert
@@ -22,7 +22,7 @@ from mla_convert.decode_path import decode_figures
 from mla_convert.evaluate import cache_bytes, cache_bytes_per_token
 from mla_convert.measure import Stage, stage
 from mla_convert.part_store import PartStore
-from mla_convert.scoring import head, hidden_states, score
+from mla_convert.scoring import Head, head, hidden_states, score
 from mla_convert.suite import HarnessSpec, Suite
 from mla_convert.suite_texts import Text
 from mla_convert.texts import BOS_EVERY_WINDOW, bos_policy
@@ -141,17 +141,16 @@ def _text_part(bench: Bench, entry: Entry, text: Text) -> Part:
     return Part(f"text {text.name}", own, int(text.windows.mask.sum()), entry.is_reference, run)
 
 
-def _kept(linear: nn.Linear, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-    tensors = {"hidden": hidden, "weight": linear.weight.detach().cpu()}
+def _kept(linear: Head, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    after = torch.tensor([linear.scale, linear.softcap or math.inf], dtype=torch.float64)
+    tensors = {"hidden": hidden, "weight": linear.weight.detach().cpu(), "after": after}
     return tensors if linear.bias is None else tensors | {"bias": linear.bias.detach().cpu()}
 
 
-def _linear(kept: dict[str, torch.Tensor], device: torch.device) -> nn.Linear:
-    weight = kept["weight"]
-    with torch.device("meta"):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in kept)
-    linear.load_state_dict({name: kept[name].to(device) for name in ("weight", "bias") if name in kept}, assign=True)
-    return linear
+def _linear(kept: dict[str, torch.Tensor], device: torch.device) -> Head:
+    scale, softcap = kept["after"].tolist() if "after" in kept else (1.0, math.inf)
+    bias = kept["bias"].to(device) if "bias" in kept else None
+    return Head(kept["weight"].to(device), bias, scale, softcap if math.isfinite(softcap) else None)
 
 
 def _memory_part(bench: Bench, entry: Entry) -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mla_convert.distill import TopLogits, top_logits
-from mla_convert.scoring import LOGIT_BYTES, decoder, head
+from mla_convert.scoring import LOGIT_BYTES, Head, decoder, head
 
 
 class LiveTeacher:
@@ -22,9 +23,10 @@ class LiveTeacher:
         self.model, self.compute, self.states = model, compute, states
 
     @property
-    def head(self) -> Tensor:
-        """The source's language-model head, [vocab, hidden_size]."""
-        return head(self.model).weight.detach()
+    def head(self) -> Head:
+        """The source's language-model head."""
+        own = head(self.model)
+        return replace(own, weight=own.weight.detach())
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, index: Tensor | None = None) -> dict[str, Tensor]:
@@ -62,15 +64,13 @@ def write_cache(
 ) -> None:
     """One file per window that `order` names: its TopLogits at `temperature`. Files already there are kept."""
     folder.mkdir(parents=True, exist_ok=True)
+    own = teacher.head
     for index in sorted(set(order)):
         path = _file(folder, index)
         if not path.exists():
             hidden = teacher(windows[index : index + 1])["hidden"][0]
-            rows = max(1, LOGIT_BYTES // (4 * teacher.head.shape[0]))
-            parts = [
-                top_logits(torch.nn.functional.linear(part.to(teacher.head.dtype), teacher.head), k, temperature)
-                for part in hidden.split(rows)
-            ]
+            rows = max(1, LOGIT_BYTES // (4 * own.weight.shape[0]))
+            parts = [top_logits(own(part.to(own.weight.dtype)), k, temperature) for part in hidden.split(rows)]
             joined = TopLogits(*(torch.cat([getattr(p, f) for p in parts]) for f in ("values", "index", "normaliser")))
             half = path.with_suffix(".partial")
             save_file(

@@ -1,4 +1,4 @@
-"""The end of a fine-tuning run: best tensors -> stock tensors -> folder, with logits compared on the way."""
+"""The end of a fine-tuning run: best tensors -> the format's tensors -> folder, with logits compared on the way."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from mla_convert.card import model_card
 from mla_convert.check_models import Agreement, agreement
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import MlaConvertError
+from mla_convert.experts import split_for_checkpoint
+from mla_convert.family_table import FAMILIES
 from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.loading import load_model
+from mla_convert.modeling.configs import PREFIX
 from mla_convert.report import environment
-from mla_convert.train_model import choose_trained, close_latent, merge_adapters, open_latent
+from mla_convert.train_form import choose_trained, close_latent, may_change, merge_adapters, open_latent
 from mla_convert.trainer import BEST
 from mla_convert.write import RECORD, FolderWriter
 
@@ -64,12 +67,7 @@ def best_model(recipe: FinetuneRecipe, work: Path, device: torch.device) -> PreT
     model = load_model(recipe.converted, torch.float32, device)
     open_latent(model)
     choose_trained(model, recipe.train, recipe.lora_rank, recipe.seed)
-    tensors = {
-        name.removeprefix(
-            "model.",
-        ): tensor
-        for name, tensor in load_file(work / BEST).items()
-    }
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(work / BEST).items()}
     unknown = model.load_state_dict(tensors, strict=False).unexpected_keys
     if unknown:
         raise MlaConvertError(f"{work / BEST} holds {unknown[0]}, which the model does not have; delete {work}")
@@ -85,31 +83,26 @@ def export(
     ids: Tensor,
     device: torch.device,
 ) -> Exported:
-    """Write the folder. Raises MlaConvertError if the stock form computes other logits than the trained one."""
+    """Write the folder. Raises MlaConvertError if the written form computes other logits than the trained one."""
     recipe = outcome.recipe
     model = best_model(recipe, work, device)
-    storage = converted.headers["model.layers.0.self_attn.kv_b_proj.weight"].dtype
+    storage = next(header.dtype for name, header in converted.headers.items() if name.endswith(".kv_b_proj.weight"))
     ids = ids[:, :COMPARED_TOKENS].to(device)
     before = _logits(model, ids)
-    touched = _touched(model, recipe.train)
     merge_adapters(model)
     close_latent(model, storage)
     difference = float((_logits(model, ids) - before).abs().max() / before.abs().max())
     if not difference <= EXPORT_BOUND:
         raise MlaConvertError(
-            f"the stock form changes logits by {difference:.1e} of the largest, more than {EXPORT_BOUND:.0e}; {work} "
+            f"the written form changes logits by {difference:.1e} of the largest, more than {EXPORT_BOUND:.0e}; {work} "
             "keeps the training state; please report this"
         )
     with writer:
-        tensors = dict(model.named_parameters())
-        with torch.no_grad():
-            for name in converted.headers:
-                if name in touched:
-                    kept = tensors[name].to(storage)
-                    tensors[name].copy_(kept)  # what will be read back, for the comparison below
-                    writer.add(name, kept)
-                else:
-                    writer.add(name, converted.tensor(name))
+        changed = _rounded(model, converted, recipe.train, storage)
+        for name in converted.headers:
+            writer.add(name, changed.pop(name).to(storage) if name in changed else converted.tensor(name))
+        if changed:
+            raise MlaConvertError(f"{converted.path} has no place for {min(changed)}; {work} keeps the training state")
         stored = agreement(before, _logits(model, ids))
         files, copies = _files(outcome, converted, record, work, Exported(difference, stored.kl))
         writer.commit(files, copies, converted.config)
@@ -128,12 +121,22 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
         return model(input_ids=ids, use_cache=False).logits[0].cpu()  # type: ignore[no-any-return]
 
 
-def _touched(model: PreTrainedModel, train: str) -> set[str]:
-    """Names of the tensors that may differ from CONVERTED's: all trained ones, and what carries the latent's gain."""
-    stock = {n.replace(".base_layer.", ".") for n, _ in model.named_parameters() if "lora_" not in n}
-    ends = tuple(f"self_attn.{p}.weight" for p in ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
-    norms = {n.replace("kv_b_proj", "kv_a_layernorm") for n in stock if n.endswith("self_attn.kv_b_proj.weight")}
-    return norms | {n for n in stock if train == "all" or n.endswith(ends)}
+@torch.no_grad()
+def _rounded(model: PreTrainedModel, converted: Checkpoint, train: str, storage: torch.dtype) -> dict[str, Tensor]:
+    """All that may have changed, by the names of the files, rounded to `storage` in the model too: what is read back
+    is then what is compared.
+    """
+    names, family = may_change(model, train), FAMILIES.get(str(converted.config["model_type"]).removeprefix(PREFIX))
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name not in names:
+            continue
+        parameter.copy_(parameter.to(storage))
+        if family is None or name in converted.headers:
+            found[name] = parameter
+        else:
+            found |= split_for_checkpoint(family, name, parameter)
+    return found
 
 
 def _files(

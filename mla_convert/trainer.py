@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from mla_convert.errors import MlaConvertError
 from mla_convert.report import quiet
 from mla_convert.train_data import TrainingText, WindowDataset
+from mla_convert.train_form import biases
 from mla_convert.train_model import Student
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class DistillTrainer(Trainer):
         relative: bool,
     ):
         self.student, self.teacher, self.judges, self.text = student, teacher, judges, text
+        self.carried = {f"model.{name}" for name in biases(student.model)}  # not trained, but not as they were
         trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
         # A step relative to the size of what it changes; measured before anything is sharded.
         self.rates = {
@@ -115,7 +117,7 @@ class DistillTrainer(Trainer):
             return
         tensors = {}
         for name, parameter in self.student.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad or _plain(name) in self.carried:
                 whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # FSDP2 shards
                 tensors[_plain(name)] = whole.detach().cpu().contiguous()
         if self.is_world_process_zero():

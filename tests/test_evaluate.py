@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_text
 import torch
+from tiny import fill, tiny_class
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers.cache_utils import DynamicCache
 
@@ -157,10 +158,28 @@ def test_the_measured_cache_is_not_the_formula(monkeypatch: pytest.MonkeyPatch) 
     assert measured == 4 * formula
 
 
-def test_logits_that_are_more_than_the_head_are_refused() -> None:
-    model = tiny_text.llama()
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(UnsupportedSource, match=r"final_logit_softcapping=30\.0 changes the logits"):
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [("gemma2", "final_logit_softcapping", 0.7), ("granite", "logits_scaling", 3.0), ("cohere2", "logit_scale", 0.3)],
+)
+def test_what_a_class_does_after_its_head_is_scored(family: str, key: str, value: float) -> None:
+    model = tiny_class(family, {key: value}).eval()
+    fill(model, 0, 0.3)
+    ids = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(1))
+    windows = full_windows(ids)
+    found = score(head(model), hidden_states(model, windows, 2), windows.targets).nll.mean().item()
+    with torch.no_grad():
+        wanted = model(input_ids=ids, labels=ids).loss.item()
+    assert found == pytest.approx(wanted, rel=1e-5)
+    # control: without it
+    plain = score(model.lm_head, hidden_states(model, windows, 2), windows.targets).nll.mean().item()
+    assert abs(plain / wanted - 1) > 1e-2
+
+
+def test_a_head_that_is_no_linear_map_is_refused() -> None:
+    model = tiny_class("gemma2", {})
+    model.lm_head = torch.nn.Identity()
+    with pytest.raises(UnsupportedSource, match="its head is Identity, not a linear map; it cannot be scored"):
         head(model)
 
 

@@ -22,20 +22,20 @@ from mla_convert.finetune_recipe import FinetuneRecipe
 from mla_convert.loading import load_model, load_tokenizer
 from mla_convert.stock import residual_scale
 from mla_convert.teacher import LiveTeacher
-from mla_convert.train_model import (
-    PROJECTIONS,
-    Student,
+from mla_convert.train_form import (
     choose_trained,
     close_latent,
-    layers_of,
+    latents,
     merge_adapters,
     open_latent,
     unit_latent,
 )
+from mla_convert.train_model import Student
 from mla_convert.trainer import last_checkpoint
 
 CPU = torch.device("cpu")
 WINDOW, STEPS = 32, 12
+PROJECTIONS = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 ATTENTION = tuple(f"self_attn.{name}.weight" for name in (*PROJECTIONS, "kv_a_layernorm"))
 
 
@@ -99,7 +99,7 @@ def test_opened_and_closed_latent_computes_the_same(made: tuple[str, str, str]) 
     unit_latent(model, ids)
     unit = logits()
     seen: list[torch.Tensor] = []
-    hook = layers_of(model)[0].self_attn.kv_a_layernorm.register_forward_hook(lambda m, a, o: seen.append(o))
+    hook = latents(model)[0].attention.kv_a_layernorm.register_forward_hook(lambda m, a, o: seen.append(o))
     logits()
     hook.remove()
     latent = seen[0].flatten(0, -2)
@@ -113,7 +113,7 @@ def test_opened_and_closed_latent_computes_the_same(made: tuple[str, str, str]) 
         name: tensor.shape for name, tensor in stored.items()
     }
     with torch.no_grad():  # control: without its gain the latent is a millionth
-        layers_of(model)[0].self_attn.kv_a_layernorm.weight.fill_(1.0)
+        latents(model)[0].attention.kv_a_layernorm.weight.fill_(1.0)
     assert float((logits() - before).abs().max()) > 0.01 * size
 
 
@@ -124,11 +124,11 @@ def test_rounding_of_the_norm_weight_is_put_into_the_matrix(made: tuple[str, str
         before = model(input_ids=ids, use_cache=False).logits
         open_latent(model)
         close_latent(model, torch.bfloat16)
-        norm = layers_of(model)[0].self_attn.kv_a_layernorm.weight
+        norm = latents(model)[0].attention.kv_a_layernorm.weight
         assert torch.equal(norm, norm.to(torch.bfloat16).float())
         after = model(input_ids=ids, use_cache=False).logits
-        for layer in layers_of(model):  # control: the constant as it is without rounding
-            layer.self_attn.kv_a_layernorm.weight.mul_(norm.mul(1e3).log2().round().exp2() / norm / 1e3)
+        for latent in latents(model):  # control: the constant as it is without rounding
+            latent.attention.kv_a_layernorm.weight.mul_(norm.mul(1e3).log2().round().exp2() / norm / 1e3)
         control = model(input_ids=ids, use_cache=False).logits
     size = float(before.abs().max())
     assert float((after - before).abs().max()) < 5e-6 * size  # measured 4e-7
@@ -153,7 +153,7 @@ def test_merged_adapters_compute_what_adapters_compute(made: tuple[str, str, str
         close_latent(model, torch.float32)
         merged = model(input_ids=ids, use_cache=False).logits
     assert set(model.state_dict()) == names
-    assert type(layers_of(model)[0].self_attn.kv_b_proj) is torch.nn.Linear
+    assert type(latents(model)[0].attention.kv_b_proj) is torch.nn.Linear
     size = float(adapted.abs().max())
     assert float((merged - adapted).abs().max()) < 1e-5 * size  # measured 4e-7
     assert float((adapted - plain).abs().max()) > 0.05 * size
@@ -178,7 +178,7 @@ def test_latent_and_slots_get_unit_size_and_the_function_stays(made: tuple[str, 
     ids = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(4))
     model = load_model(made[1], torch.float32, CPU)
     open_latent(model)
-    attention = layers_of(model)[1].self_attn
+    attention = latents(model)[1].attention
     rope = attention.qk_rope_head_dim
     with torch.no_grad():  # one slot of another size, as a metric with weights may leave it
         attention.kv_a_proj_with_mqa.weight[-2:] *= 1e-4
@@ -433,7 +433,7 @@ def test_tokenizer_of_another_model_is_refused(made: tuple[str, str, str], tmp_p
 # shipped files
 
 
-@pytest.mark.parametrize("name", ["smollm2_135m_cpu.yaml", "llama3_8b.yaml"])
+@pytest.mark.parametrize("name", ["smollm2_135m_cpu.yaml", "llama3_8b.yaml", "qwen2.5_7b.yaml"])
 def test_shipped_recipes(name: str) -> None:
     recipe = FinetuneRecipe.load(Path(__file__).parent.parent / "recipes" / name)
     assert recipe.train == "attention" and recipe.steps >= 100
@@ -447,7 +447,7 @@ def test_shipped_accelerate_configs(name: str, processes: int) -> None:
 
     path = Path(__file__).parent.parent / "recipes" / "accelerate" / name
     assert load_config_from_file(str(path)).num_processes == processes
-    layer = yaml.safe_load(path.read_text()).get("fsdp_config", {}).get("fsdp_transformer_layer_cls_to_wrap")
-    assert layer in (None, "DeepseekV3DecoderLayer")
-    # FinetuneRecipe's batch must be divisible among them
-    assert FinetuneRecipe.load(path.parent.parent / "llama3_8b.yaml").batch_size % processes == 0
+    # Student names the layer class, of whichever family.
+    assert "fsdp_transformer_layer_cls_to_wrap" not in yaml.safe_load(path.read_text()).get("fsdp_config", {})
+    for recipe in ("llama3_8b.yaml", "qwen2.5_7b.yaml"):
+        assert FinetuneRecipe.load(path.parent.parent / recipe).batch_size % processes == 0

@@ -27,14 +27,15 @@ def two_processes(config: str, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "script"),
+    ("name", "script", "family"),
     [
-        ("cpu_2_processes.yaml", ("-m", "mla_convert.cli")),
-        ("fsdp2_8_gpus.yaml", (str(ROOT / "tests" / "fsdp_on_cpu.py"),)),
+        ("cpu_2_processes.yaml", ("-m", "mla_convert.cli"), "llama"),
+        ("fsdp2_8_gpus.yaml", (str(ROOT / "tests" / "fsdp_on_cpu.py"),), "llama"),
+        ("fsdp2_8_gpus.yaml", (str(ROOT / "tests" / "fsdp_on_cpu.py"),), "qwen3"),  # native
     ],
 )
-def test_two_processes_train_as_one(tmp_path: Path, name: str, script: tuple[str, ...]) -> None:
-    source = str(tiny_model(tmp_path / "source", num_hidden_layers=2, projection_std=0.15))
+def test_two_processes_train_as_one(tmp_path: Path, name: str, script: tuple[str, ...], family: str) -> None:
+    source = str(tiny_model(tmp_path / "source", family, num_hidden_layers=2, projection_std=0.15))
     text, converted = tmp_path / "text.txt", str(tmp_path / "converted")
     rng = random.Random(0)
     text.write_text(" ".join(rng.choice(["the", "cache", "of", "latent", "keys"]) for _ in range(2000)))

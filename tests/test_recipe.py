@@ -190,6 +190,8 @@ SHIPPED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     "llama3_8b_512_64": (ConvertRecipe, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
     "smollm2_135m_cpu": (FinetuneRecipe, {"converted": "smollm2-135m-mla-192"}),
     "llama3_8b": (FinetuneRecipe, {"converted": "llama3-8b-mla-576"}),
+    "qwen2.5_7b_512_64": (ConvertRecipe, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "qwen2.5_7b": (FinetuneRecipe, {"converted": "qwen2.5-7b-mla-576"}),
 }
 
 
