@@ -210,9 +210,9 @@ def _key_blocks(split: RopeSplit, moments: LayerMoments, spec: SourceSpec, facts
 
 
 def _value_blocks(source: SourceAttention, moments: LayerMoments, spec: SourceSpec) -> list[Block]:
-    """M = moments.metric summed over the query heads of a KV head, C = E[hbar hbar^T] of those heads."""
+    """M = W_O^T W_O summed over the query heads of a KV head, C = E[hbar hbar^T] of those heads."""
     per_group = (spec.num_key_value_heads, -1)
-    metric = (moments.metric / moments.counts[0]).unflatten(0, per_group).sum(1)
+    metric = (source.W_O.transpose(1, 2) @ source.W_O).unflatten(0, per_group).sum(1)
     averaged = moments.value / (moments.counts[0] * (spec.num_attention_heads // spec.num_key_value_heads))
     return [Block(row, metric[j], averaged[j]) for j, row in enumerate(source.W_V)]
 

@@ -7,10 +7,6 @@ Where keys and values are not linear in h, h below is x = [all keys, normalised 
 (projections.py): a layer is linear in x up to the softmax, and that is all the moments need. Sinks take part in the
 softmax and leave its derivative d out / d score_s = a_s (v_s - out) as it is; a soft cap multiplies it by
 1 - tanh^2(score / softcap).
-
-Where a norm g o / rms(o) follows the attention's output o, an error of a query counts by what it does behind that norm:
-W_O becomes g W_O, and every query has the weight 1 / mean(o^2). (The norm's derivative also takes away the part along
-o, which is left out.)
 """
 
 import shutil
@@ -27,7 +23,6 @@ from torch import Tensor
 from mla_convert.errors import MlaConvertError
 from mla_convert.factor import roots
 from mla_convert.families import SourceSpec
-from mla_convert.family_table import FAMILIES
 from mla_convert.layer import keys_values, source_heads
 from mla_convert.modeling.core import attention_weights, causal_mask, expanded_attention
 from mla_convert.projections import canonical_rows
@@ -47,7 +42,6 @@ class LayerMoments:
     key_pairs: sum of w |chi|^2 kappa kappa^H across KV heads. The last two are complex; last dimension: re, im.
     value: sum of hbar hbar^T per KV head. key: sum of J^T J per KV head.
     query_at_key: sum of tr(J^T J) q q^T per head. key_trace: sum of tr(J^T J) per head.
-    metric: W_O^T W_O per head (behind a norm that follows: of g W_O), once per sampled query.
     counts: sampled queries, sampled Jacobians.
     log_energy: sum over tokens of log |x|^2, x the residual stream after the layer. (A geometric mean is not
     swamped by the few tokens of massive activation.)
@@ -61,7 +55,6 @@ class LayerMoments:
     key: Float[Tensor, "num_key_value_heads latent_inputs latent_inputs"]
     query_at_key: Float[Tensor, "num_heads source_head_dim source_head_dim"]
     key_trace: Float[Tensor, " num_heads"]
-    metric: Float[Tensor, "num_heads source_head_dim source_head_dim"]
     counts: Float[Tensor, " 2"]
     log_energy: Float[Tensor, ""]
 
@@ -98,7 +91,6 @@ class MomentObserver:
         window: int,
         generator: torch.Generator,
         advance: Callable[[int], None] = lambda windows: None,
-        gain: Tensor | None = None,
     ):
         heads, groups, width = spec.num_attention_heads, spec.num_key_value_heads, spec.source_head_dim
         index = attention.layer_idx
@@ -106,9 +98,7 @@ class MomentObserver:
         self.rows = canonical_rows(spec, index)
         self.sinks = attention.sinks if self.facts.sinks else None
         W_O = attention.o_proj.weight.unflatten(1, (heads, width)).transpose(0, 1)
-        self.W_O, self.bias, self.gain = W_O, attention.o_proj.bias, gain  # gain: of the norm that follows, if one does
-        scaled = W_O if gain is None else gain[:, None] * W_O
-        self.metric = scaled.transpose(1, 2) @ scaled  # |W_O x|^2 = x^T metric x
+        self.metric = W_O.transpose(1, 2) @ W_O  # |W_O x|^2 = x^T metric x
         self.root = torch.stack([roots(m.double())[0] for m in self.metric]).to(W_O.dtype)
         self.advance = advance
         self.groups, self.generator, self.device = groups, generator, W_O.device
@@ -124,7 +114,6 @@ class MomentObserver:
             key=self._zeros(groups, inputs, inputs),
             query_at_key=self._zeros(heads, width, width),
             key_trace=self._zeros(heads),
-            metric=self._zeros(heads, width, width),
             counts=self._zeros(2),
             log_energy=self._zeros(),
         )
@@ -150,22 +139,13 @@ class MomentObserver:
         visible = torch.arange(tokens, device=self.device) <= at[:, None] if mask is None else mask[at]
         mass = attention_weights(scores[None], visible, softcap, self.sinks)[0]
         steep = mass if slope is None else mass * slope
-        weight = self._weight(out[:, at])
         if self.facts.pairs:
             rows = self.rows[: 2 * self.facts.pairs]
-            cost = score_cost(steep, value, out[:, at], self.metric) * weight[:, None]
+            cost = score_cost(steep, value, out[:, at], self.metric)
             self._add_pairs(at, cost, query[:, at][..., rows], rotated[..., rows])
-        self._add(hidden, at, mass, steep, value, out[:, at], weight.sqrt())
+        self._add(hidden, at, mass, steep, value, out[:, at])
         self.advance(1)
         return out
-
-    def _weight(self, out: Tensor) -> Tensor:
-        """What a squared error at each query counts, [queries], from the heads' outputs [heads, queries, width]."""
-        if self.gain is None:
-            return out.new_ones(out.shape[1])
-        whole: Tensor = (out @ self.W_O.transpose(1, 2)).sum(0)
-        whole = whole if self.bias is None else whole + self.bias
-        return 1 / whole.square().mean(-1).clamp_min(torch.finfo(out.dtype).tiny)
 
     def _inputs(self, hidden: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, latent_inputs] of all tokens, and the queries at `at` before rotation, canonical rows."""
@@ -174,34 +154,29 @@ class MomentObserver:
         query, key, value = source_heads(self.attention, hidden[None])
         return keys_values(key, value)[0], query[0, at][..., self.rows].transpose(0, 1)
 
-    def _add(
-        self, hidden: Tensor, at: Tensor, mass: Tensor, steep: Tensor, value: Tensor, out: Tensor, root_weight: Tensor
-    ) -> None:
+    def _add(self, hidden: Tensor, at: Tensor, mass: Tensor, steep: Tensor, value: Tensor, out: Tensor) -> None:
         """Add a window: attention `mass` [heads, queries, tokens], `out` [heads, queries, width] at `at`.
 
-        steep: mass times the slope of the soft cap. root_weight: root of each query's weight.
+        steep: mass times the slope of the soft cap.
         """
         m = self.moments
         hidden, q = self._inputs(hidden, at)
         with_one = torch.nn.functional.pad(hidden, (0, 1), value=1.0)
         m.input.add_((with_one.T @ with_one).double())
 
-        averaged = (mass @ hidden * root_weight[:, None]).unflatten(0, (self.groups, -1)).flatten(1, 2)
+        averaged = (mass @ hidden).unflatten(0, (self.groups, -1)).flatten(1, 2)
         m.value.add_((averaged.transpose(1, 2) @ averaged).double())
 
         some = torch.randperm(len(at), generator=self.generator)[:JACOBIANS_PER_WINDOW].to(self.device)
         for head in range(mass.shape[0]):
             # J = sum_s a_s root (v_s - o) h_s^T for each of `some` queries: [queries, width, hidden]
-            weighted = (steep[head, some] * root_weight[some, None])[..., None] * (
-                (value[head] - out[head, some, None]) @ self.root[head]
-            )
+            weighted = steep[head, some, :, None] * ((value[head] - out[head, some, None]) @ self.root[head])
             jacobian = (weighted.transpose(1, 2).flatten(0, 1) @ hidden).unflatten(0, (len(some), -1))
             size = jacobian.square().sum((1, 2))
             rows = jacobian.flatten(0, 1)
             m.key[head * self.groups // mass.shape[0]].add_((rows.T @ rows).double())
             m.query_at_key[head].add_(((q[head, some] * size[:, None]).T @ q[head, some]).double())
             m.key_trace[head] += size.sum().double()
-        m.metric.add_(len(at) * self.metric.double())
         m.counts.add_(torch.tensor([len(at), len(some)], dtype=torch.float64, device=self.device))
 
     def _add_pairs(self, at: Tensor, cost: Tensor, query: Tensor, key: Tensor) -> None:
@@ -236,15 +211,6 @@ def score_cost(mass: Tensor, value: Tensor, out: Tensor, metric: Tensor) -> Tens
     return mass.square() * (own - 2 * projected @ value.transpose(1, 2) + mean).clamp_min(0)
 
 
-@torch.no_grad()
-def gain_behind(layer: Any) -> Tensor:
-    """g [hidden_size] of the norm that follows the attention's output: what it makes of ones."""
-    norm = getattr(layer, "post_self_attn_layernorm", None) or layer.post_attention_layernorm
-    out = layer.self_attn.o_proj
-    found: Tensor = norm(torch.ones(out.out_features, dtype=out.weight.dtype, device=out.weight.device))
-    return found
-
-
 def sample_positions(tokens: int, count: int, generator: torch.Generator) -> Tensor:
     """At most `count` query positions, one drawn from each of `count` equal stretches of the window."""
     if tokens <= count:
@@ -275,8 +241,7 @@ def calibrate(
             advance(len(ids))
             yield None
             continue
-        gain = gain_behind(layer) if FAMILIES[stream.spec.family].post_norm else None
-        observer = MomentObserver(layer.self_attn, stream.spec, ids.shape[1], generator, advance, gain)
+        observer = MomentObserver(layer.self_attn, stream.spec, ids.shape[1], generator, advance)
         states = stream.run(layer, states, observer)
         observer.moments.log_energy.add_(states.double().square().sum(-1).log().sum())
         yield observer.moments

@@ -6,7 +6,6 @@ from uniform; rope_theta and rms_norm_eps are not the class defaults, so that a 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import pickle
@@ -183,7 +182,7 @@ def tiny_class(family: str, overrides: dict[str, Any]) -> Any:
     if family in FAMILIES:
         config_class, model_class, extra = FAMILIES[family]
         return model_class(config_class(**(DIMENSIONS | extra | overrides)))
-    dimensions = copy.deepcopy(DIMENSIONS | NATIVE[family] | overrides)  # config classes write into their RoPE settings
+    dimensions = DIMENSIONS | NATIVE[family] | overrides
     fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
     known = {key: value for key, value in dimensions.items() if key in fields or key in NATIVE[family] | overrides}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **known), attn_implementation="eager")
