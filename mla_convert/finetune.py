@@ -206,7 +206,7 @@ def prepared(recipe: FinetuneRecipe, device: torch.device, windows: Tensor) -> A
 
 def _read_record(recipe: FinetuneRecipe, source: Checkpoint) -> dict[str, Any]:
     """conversion.json of CONVERTED. Raises BadCheckpoint or BadOption if it is no conversion of SOURCE to train."""
-    record = read_record(recipe.converted)
+    record = read_record(recipe.converted, source=recipe.source)
     if record.get("lossless"):
         raise BadOption(f"{recipe.converted} is lossless: it has nothing to win back; convert to a smaller cache first")
     check_source(recipe.converted, record, source)

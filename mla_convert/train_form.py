@@ -169,12 +169,19 @@ def choose_trained(model: PreTrainedModel, train: str, lora_rank: int, seed: int
     """Set requires_grad for `train` (attention, all, lora); lora puts adapters into the model.
 
     The bias of the rotating key never changes: its other rows, those of the latent, mean nothing and must stay zero.
+    Nor does a stock query latent, which only carries biases (stock.py): steps of a size for weights would ruin it.
     """
     if train == "lora":
         _add_adapters(model, lora_rank, seed)
     found = latents(model)
     attention = {f"{latent.name}.{name}.weight" for latent in found for name in latent.trained}
     fixed = {f"{latent.name}.{latent.down}.bias" for latent in found}
+    fixed |= {
+        f"{latent.name}.{name}"
+        for latent in found
+        if latent.stock
+        for name in ("q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight")
+    }
     for name, parameter in model.named_parameters():
         chosen = {"attention": name in attention, "all": name not in fixed, "lora": "lora_" in name}
         parameter.requires_grad_(chosen[train])

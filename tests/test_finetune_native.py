@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import tiny_model
+from tiny import edit_json, tiny_model
 
 import mla_convert
 from mla_convert.errors import BadOption
@@ -27,6 +27,8 @@ KINDS = ("qwen3", "gemma3_text", "qwen3_moe", "qwen2", "gemma2", "mixtral")
 
 def convert(folder: Path, family: str, **options: Any) -> Made:
     source = tiny_model(folder / "source", family, projection_std=0.12)
+    if family == "qwen2":
+        edit_json(source / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")  # as Qwen's checkpoints say
     rng = random.Random(0)
     text = folder / "text.txt"
     words = ["the", "a", "of", "model", "cache", "latent", "key", "value", "head", "token"]
@@ -34,7 +36,7 @@ def convert(folder: Path, family: str, **options: Any) -> Made:
     sizes: dict[str, Any] = {"kv_lora_rank": 9, "qk_rope_head_dim": 6, "rope_stride": 1}
     mla_convert.convert(
         source=str(source), out=str(folder / "converted"), calib_data=(str(text),), calib_windows=8, window=64,
-        format="native", keep_layers=KEEP.get(family, "none"), **sizes | options,
+        **sizes | {"format": "native", "keep_layers": KEEP.get(family, "none")} | options,
     )  # fmt: skip
     return str(source), str(folder / "converted"), str(text)
 
@@ -102,6 +104,19 @@ def test_two_steps_lower_the_loss(all_made: dict[str, Made], tmp_path: Path, fam
     # control: with steps of no size nothing moves
     still = tune(made, tmp_path / "still", learning_rate=1e-30, **two)
     assert still.best_step == 0 and still.kl_after == pytest.approx(curve[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("train", ["attention", "all"])
+def test_a_stock_folder_with_biases_trains_too(tmp_path: Path, train: str) -> None:
+    """Its query latent, identity and constant of about 1e-8, carries the biases and stays as it is."""
+    made, out = convert(tmp_path, "qwen2", format="stock", keep_layers="none"), tmp_path / "out"
+    result = tune(made, out, train=train)
+    assert result.kl_after < 0.95 * result.kl_before
+    before, after = weights(made[1]), weights(out)
+    fixed = {name for name in before if ".q_a_" in name}
+    assert fixed and all(torch.equal(before[name], after[name]) for name in fixed)
+    assert not torch.equal(*(w["model.layers.0.self_attn.q_b_proj.weight"] for w in (before, after)))
+    passes(made[0], out)
 
 
 @pytest.mark.parametrize("family", KINDS)
