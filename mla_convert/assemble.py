@@ -31,7 +31,6 @@ SHRINKAGE = 1e-2
 # 0.193 at 3; at 144 + 48 0.202 at 1 and 0.178 at 3.
 PLAIN_SHARE = 3.0
 
-
 WHITE_DRAWS = 4  # per input, of the moment that stands for text where there is none
 
 

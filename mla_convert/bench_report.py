@@ -90,6 +90,7 @@ def plot_bench(result: BenchResult, path: str | Path) -> None:
         axes.set_title(f"{title} ({result.device}, {result.dtype})", fontsize=11)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.grid(alpha=0.25, which="both")
     handles, labels = speed.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=9, ncols=2)
     pictures.save(figure, path)

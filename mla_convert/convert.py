@@ -252,13 +252,13 @@ def output_is_native(recipe: ConvertRecipe, spec: SourceSpec) -> bool:
     if recipe.format == "stock" and spec.biased:
         lost = "; ".join(f"{engine}: {what}" for engine, what in biases_lost().items())
         logger.warning("transformers loads the biases of a stock checkpoint, other engines do not: %s", lost)
-    if recipe.format == "auto" and obstacle is not None:
+    if recipe.format != "auto":
+        return recipe.format == "native"
+    if obstacle is not None:
         logger.info("native format, as the stock format cannot hold the source: %s", obstacle)
-    elif recipe.format == "auto" and spec.stock_cost is not None:
+    elif spec.stock_cost is not None:
         logger.info("native format: %s; --format stock writes it all the same", spec.stock_cost)
-    return (
-        recipe.format == "native" or obstacle is not None or (recipe.format == "auto" and spec.stock_cost is not None)
-    )
+    return obstacle is not None or spec.stock_cost is not None
 
 
 def output_dtype(recipe: ConvertRecipe, spec: SourceSpec, native: bool = False) -> torch.dtype:

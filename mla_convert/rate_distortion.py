@@ -121,8 +121,9 @@ def rate_distortion(recipe: PlanRecipe) -> Curve:
                 for layer, moments in enumerate(calibrate(stream, calibration, recipe.seed, advance)):
                     assert moments is not None  # no layer is kept as it is
                     work.kept.keep(layer, moments)
-        best = _fitted(work, _best_splits(work, totals))
-        source_nll, measured = _measure(work, held_out, best)
+        best = _best_splits(work, totals)
+        source_nll, measured, seen = _measure(work, held_out, [size for size, _ in best])
+        best = _fitted(work, best, seen)
     pairs = [(sum(best[i][1]), excess) for i, excess in measured.items()]
     points = tuple(
         CurvePoint(
@@ -254,8 +255,10 @@ def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[float]
     return best
 
 
-def _fitted(work: _Work, best: list[tuple[Size, list[float]]]) -> list[tuple[Size, list[float]]]:
-    """The same splits with what the layers lose after one sweep of the fit, as they are measured.
+def _fitted(
+    work: _Work, best: list[tuple[Size, list[float]]], seen: dict[int, list[float]]
+) -> list[tuple[Size, list[float]]]:
+    """The same splits with what the layers lose after one sweep of the fit, as they are measured (`seen`, by place).
 
     The truncated SVD alone predicts badly: SmolLM2 at 352, 192 and 128 of 384 numbers loses 4.0, 0.9 and 2.1 nats per
     unit of its loss, and 4.0, 2.9 and 4.1 per unit of the fit's.
@@ -263,25 +266,27 @@ def _fitted(work: _Work, best: list[tuple[Size, list[float]]]) -> list[tuple[Siz
     if work.recipe.method != "weighted":
         return best
     layers = work.spec.num_hidden_layers
-    with progress("fitting", "layers", layers * len(best)) as advance:
-
-        def totals(size: Size) -> list[float]:
-            found = []
+    found = dict(seen)
+    with progress("fitting", "layers", layers * (len(best) - len(seen))) as advance:
+        for place in set(range(len(best))) - set(seen):
+            found[place] = []
             for layer in range(layers):
-                found.append(work.assembled(layer, size, 1)[1].total)
+                found[place].append(work.assembled(layer, best[place][0], 1)[1].total)
                 advance(1)
-            return found
-
-        return [(size, totals(size)) for size, _ in best]
+    return [(size, found[place]) for place, (size, _) in enumerate(best)]
 
 
 @torch.no_grad()
-def _measure(work: _Work, held_out: Tensor, best: list[tuple[Size, list[float]]]) -> tuple[float, dict[int, float]]:
-    """Nats per token of the source, and the excess at sizes spread over the curve, on `held_out`."""
-    count = min(work.recipe.measured, len(best))
-    places = sorted({round(i * (len(best) - 1) / (count - 1)) for i in range(count)})
+def _measure(
+    work: _Work, held_out: Tensor, sizes: list[Size]
+) -> tuple[float, dict[int, float], dict[int, list[float]]]:
+    """Nats per token of the source, and by place in `sizes`, spread over them, the excess on `held_out` and what each
+    layer is predicted to lose as it was measured.
+    """
+    count = min(work.recipe.measured, len(sizes))
+    places = sorted({round(i * (len(sizes) - 1) / (count - 1)) for i in range(count)})
     layers = work.spec.num_hidden_layers
-    measured = {}
+    measured, seen = dict[int, float](), dict[int, list[float]]()
     with progress("measuring", "layers", layers * (len(places) + 1)) as advance:
         states = work.stream.embed(held_out)
         for layer in range(layers):
@@ -289,10 +294,18 @@ def _measure(work: _Work, held_out: Tensor, best: list[tuple[Size, list[float]]]
             advance(1)
         source_nll = work.stream.nll(states, held_out)
         for place in places:
-            size = best[place][0]
-            measured[place] = converted_nll(work.stream, held_out, size, work.assembled, advance) - source_nll
-            logger.info("%s: %+.4f nats per token on held-out windows", size, measured[place])
-    return source_nll, measured
+            lost = seen[place] = list[float]()
+
+            def assembled(
+                layer: int, size: Size, sweeps: int, lost: list[float] = lost
+            ) -> tuple[MLALayer, LayerReport]:
+                converted, report = work.assembled(layer, size, sweeps)
+                lost.append(report.total)
+                return converted, report
+
+            measured[place] = converted_nll(work.stream, held_out, sizes[place], assembled, advance) - source_nll
+            logger.info("%s: %+.4f nats per token on held-out windows", sizes[place], measured[place])
+    return source_nll, measured, seen
 
 
 def _target(recipe: PlanRecipe) -> str:

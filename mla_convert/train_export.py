@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mla_convert import pictures
 from mla_convert.card import model_card
 from mla_convert.check_models import Agreement, agreement
 from mla_convert.checkpoint import Checkpoint
@@ -168,20 +169,12 @@ def _files(
 
 def plot_curve(curve: list[dict[str, float]], path: Path) -> None:
     """Training loss and held-out KL against optimiser steps, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = pictures.new(7, 4)
     for key, label, style in (("loss", "training loss", "-"), ("eval_kl", "held-out KL to the source", "o-")):
         points = [(entry["step"], entry[key]) for entry in curve if key in entry]
         axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
     axes.set_xlabel("optimiser steps")
     axes.set_ylabel("nats per token")
     axes.set_ylim(bottom=0)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    axes.legend(frameon=False)
+    pictures.save(figure, path)

@@ -168,6 +168,8 @@ def test_the_command_it_prints_converts_to_what_it_predicts(sampled: dict[str, s
         ({"curve": "x.png"}, "curve=x.png needs a target"),
         ({"target_bytes": 8}, r"target_bytes=8 is 2 numbers per token and layer in bfloat16; name 12 to 188"),
         ({"target_bytes": 999}, r"target_bytes=999 is 249 numbers .*the source caches 48 numbers"),
+        ({"eval_data": ("other.txt",)}, "eval_data=other.txt measures a curve: give --target-loss or --target-bytes"),
+        ({"target_loss": 0.1, "eval_data": ("absent.txt",)}, "absent.txt"),
         ({"target_loss": 0.1, "window": 4000}, "the text gives 1 window of 4000 tokens, and one more must be held out"),
     ],
 )
