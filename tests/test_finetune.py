@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import threading
 from pathlib import Path
@@ -11,60 +10,24 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from tiny import edit_json, tiny_model, tiny_tokenizer
+from tiny import edit_json, tiny_model
+from tuning import PROJECTIONS, STEPS, WINDOW, Made, made_in, tune, weights
 
 import mla_convert
-from mla_convert.distill import LossWeights
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists
 from mla_convert.finetune import FinetuneResult, training_arguments
 from mla_convert.finetune_recipe import FinetuneRecipe
-from mla_convert.loading import load_model, load_tokenizer
-from mla_convert.stock import residual_scale
-from mla_convert.teacher import LiveTeacher
-from mla_convert.train_form import (
-    choose_trained,
-    close_latent,
-    latents,
-    merge_adapters,
-    open_latent,
-    unit_latent,
-)
+from mla_convert.loading import load_tokenizer
 from mla_convert.train_model import Student
 from mla_convert.trainer import last_checkpoint
 
 CPU = torch.device("cpu")
-WINDOW, STEPS = 32, 12
-PROJECTIONS = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 ATTENTION = tuple(f"self_attn.{name}.weight" for name in (*PROJECTIONS, "kv_a_layernorm"))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
-    """Source (its tokenizer has no padding token), conversion, text."""
-    folder = tmp_path_factory.mktemp("finetune")
-    source = tiny_model(folder / "source", num_hidden_layers=2, projection_std=0.15)
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = None
-    tokenizer.save_pretrained(source)
-    assert load_tokenizer(source).pad_token is None
-    words = ["the", "a", "of", "model", "cache", "latent", "key", "value", "head", "token"]
-    rng = random.Random(0)
-    text = folder / "text.txt"
-    text.write_text(" ".join(rng.choice(words) for _ in range(1200)))
-    size: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4}
-    data = {"calib_data": (str(text),), "calib_windows": 8, "window": 128}
-    mla_convert.convert(source=str(source), out=str(folder / "converted"), **size, **data)
-    return str(source), str(folder / "converted"), str(text)
-
-
-def tune(made: tuple[str, str, str], out: Path, **options: Any) -> FinetuneResult:
-    values = {
-        "source": made[0], "converted": made[1], "out": str(out), "data": (made[2],), "window": WINDOW,
-        "batch_size": 4, "micro_batch": 2, "tokens": STEPS * 4 * WINDOW, "eval_every": 4, "held_out": 4,
-        "dtype": "float32", "device": "cpu", "learning_rate": 0.003,
-    }  # fmt: skip
-    return mla_convert.finetune(**values | options)
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return made_in(tmp_path_factory.mktemp("finetune"))
 
 
 def losses(result: FinetuneResult) -> list[float]:
@@ -72,137 +35,16 @@ def losses(result: FinetuneResult) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def tuned(made: tuple[str, str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FinetuneResult]:
+def tuned(made: Made, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FinetuneResult]:
     out = tmp_path_factory.mktemp("tuned") / "out"
     return out, tune(made, out)
-
-
-def weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(folder) / "model.safetensors")
-
-
-# the form in training
-
-
-def test_opened_and_closed_latent_computes_the_same(made: tuple[str, str, str]) -> None:
-    ids = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))
-    model = load_model(made[1], torch.float32, CPU)
-
-    def logits() -> torch.Tensor:
-        with torch.no_grad():
-            return model(input_ids=ids, use_cache=False).logits
-
-    before = logits()
-    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    open_latent(model)
-    opened = logits()
-    unit_latent(model, ids)
-    unit = logits()
-    seen: list[torch.Tensor] = []
-    hook = latents(model)[0].attention.kv_a_layernorm.register_forward_hook(lambda m, a, o: seen.append(o))
-    logits()
-    hook.remove()
-    latent = seen[0].flatten(0, -2)
-    torch.testing.assert_close(latent.T @ latent / len(latent), torch.eye(8), rtol=0, atol=2e-4)  # measured 3e-6
-    close_latent(model, torch.float32)
-    closed = logits()
-    size = float(before.abs().max())
-    for found in (opened, unit, closed):
-        assert float((found - before).abs().max()) < 5e-6 * size  # measured 6e-7
-    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == {
-        name: tensor.shape for name, tensor in stored.items()
-    }
-    with torch.no_grad():  # control: without its gain the latent is a millionth
-        latents(model)[0].attention.kv_a_layernorm.weight.fill_(1.0)
-    assert float((logits() - before).abs().max()) > 0.01 * size
-
-
-def test_rounding_of_the_norm_weight_is_put_into_the_matrix(made: tuple[str, str, str]) -> None:
-    model = load_model(made[1], torch.float32, CPU)
-    ids = torch.arange(40)[None]
-    with torch.no_grad():
-        before = model(input_ids=ids, use_cache=False).logits
-        open_latent(model)
-        close_latent(model, torch.bfloat16)
-        norm = latents(model)[0].attention.kv_a_layernorm.weight
-        assert torch.equal(norm, norm.to(torch.bfloat16).float())
-        after = model(input_ids=ids, use_cache=False).logits
-        for latent in latents(model):  # control: the constant as it is without rounding
-            latent.attention.kv_a_layernorm.weight.mul_(norm.mul(1e3).log2().round().exp2() / norm / 1e3)
-        control = model(input_ids=ids, use_cache=False).logits
-    size = float(before.abs().max())
-    assert float((after - before).abs().max()) < 5e-6 * size  # measured 4e-7
-    assert float((control - before).abs().max()) > 2e-5 * size
-
-
-def test_merged_adapters_compute_what_adapters_compute(made: tuple[str, str, str]) -> None:
-    ids = torch.arange(40)[None]
-    model = load_model(made[1], torch.float32, CPU)
-    names = set(model.state_dict())
-    open_latent(model)
-    choose_trained(model, "lora", lora_rank=3, seed=0)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 2 * 2 * len(PROJECTIONS) and all("lora_" in name for name in trained)
-    with torch.no_grad():
-        plain = model(input_ids=ids, use_cache=False).logits
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-        adapted = model(input_ids=ids, use_cache=False).logits
-        merge_adapters(model)
-        close_latent(model, torch.float32)
-        merged = model(input_ids=ids, use_cache=False).logits
-    assert set(model.state_dict()) == names
-    assert type(latents(model)[0].attention.kv_b_proj) is torch.nn.Linear
-    size = float(adapted.abs().max())
-    assert float((merged - adapted).abs().max()) < 1e-5 * size  # measured 4e-7
-    assert float((adapted - plain).abs().max()) > 0.05 * size
-
-
-def test_hidden_states_are_compared_at_the_sources_scale(made: tuple[str, str, str], tmp_path: Path) -> None:
-    mla_convert.convert(source=made[0], out=str(tmp_path / "exact"), lossless=True)
-    model = load_model(tmp_path / "exact", torch.float32, CPU)
-    open_latent(model)
-    teacher = LiveTeacher(load_model(made[0], torch.float32, CPU), torch.float32, states=True)
-    ids = torch.arange(40)[None]
-    scale = residual_scale(1e-5)
-    assert scale == pytest.approx(10**-0.5)
-    both = [
-        Student(model, teacher.head, LossWeights(1.0, 1.0, 1.0), s)(ids, teacher(ids))["loss"] for s in (scale, 1.0)
-    ]
-    assert abs(float(both[0])) < 1e-6  # measured 1e-8
-    assert float(both[1]) > 0.1
-
-
-def test_latent_and_slots_get_unit_size_and_the_function_stays(made: tuple[str, str, str]) -> None:
-    ids = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(4))
-    model = load_model(made[1], torch.float32, CPU)
-    open_latent(model)
-    attention = latents(model)[1].attention
-    rope = attention.qk_rope_head_dim
-    with torch.no_grad():  # one slot of another size, as a metric with weights may leave it
-        attention.kv_a_proj_with_mqa.weight[-2:] *= 1e-4
-        attention.q_proj.weight.unflatten(0, (-1, attention.qk_head_dim))[:, -2:] *= 1e4
-        plain = model(input_ids=ids, use_cache=False).logits
-        seen: list[torch.Tensor] = []
-        attention.kv_a_proj_with_mqa.register_forward_hook(lambda module, args, out: seen.append(out.flatten(0, 1)))
-        model(input_ids=ids)
-        unit_latent(model, ids)
-        seen.clear()
-        after = model(input_ids=ids, use_cache=False).logits
-    assert float((after - plain).abs().max()) < 1e-4 * float(plain.abs().max())  # fp32; measured 4e-7
-    moment = seen[0].T @ seen[0] / len(seen[0])
-    # Measured 2.4e-7 and, of the slots, 1.2e-7; before, one slot stood at 9e-9.
-    torch.testing.assert_close(moment[:-rope, :-rope], torch.eye(len(moment) - rope), rtol=0, atol=1e-2)
-    slots = moment.diagonal()[-rope:].unflatten(0, (-1, 2)).mean(1)
-    torch.testing.assert_close(slots, torch.ones(rope // 2), rtol=1e-3, atol=0)
 
 
 # whole runs
 
 
 def test_only_attention_changes_and_the_result_is_a_stock_folder(
-    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult]
+    made: Made, tuned: tuple[Path, FinetuneResult]
 ) -> None:
     out, result = tuned
     before, after = weights(made[1]), weights(out)
@@ -228,7 +70,7 @@ def test_only_attention_changes_and_the_result_is_a_stock_folder(
 
 
 def test_written_model_has_the_held_out_kl_of_the_best_step(
-    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult], tmp_path: Path
+    made: Made, tuned: tuple[Path, FinetuneResult], tmp_path: Path
 ) -> None:
     out, result = tuned
     # The last four windows were held out; scored by `eval`, which knows nothing of training.
@@ -245,7 +87,7 @@ def test_written_model_has_the_held_out_kl_of_the_best_step(
 
 
 @pytest.mark.parametrize("train", ["all", "lora"])
-def test_other_choices_of_what_is_trained(made: tuple[str, str, str], tmp_path: Path, train: str) -> None:
+def test_other_choices_of_what_is_trained(made: Made, tmp_path: Path, train: str) -> None:
     rate = {"all": 3e-3, "lora": 1e-2}[train]
     result = tune(made, tmp_path / "out", train=train, learning_rate=rate)
     assert result.kl_after < 0.95 * result.kl_before
@@ -260,13 +102,13 @@ def test_other_choices_of_what_is_trained(made: tuple[str, str, str], tmp_path: 
     assert mla_convert.verify(source=made[0], converted=str(tmp_path / "out"), window=60).passed
 
 
-def test_the_last_step_is_judged_whatever_the_interval(made: tuple[str, str, str], tmp_path: Path) -> None:
+def test_the_last_step_is_judged_whatever_the_interval(made: Made, tmp_path: Path) -> None:
     result = tune(made, tmp_path / "out", eval_every=5)
     assert [entry["step"] for entry in result.curve if "eval_kl" in entry] == [0, 5, 10, 12]
     assert result.best_step == 12
 
 
-def test_a_run_that_only_harms_returns_the_start(made: tuple[str, str, str], tmp_path: Path) -> None:
+def test_a_run_that_only_harms_returns_the_start(made: Made, tmp_path: Path) -> None:
     result = tune(made, tmp_path / "out", learning_rate=10.0)
     assert result.best_step == 0 and result.kl_after == result.kl_before
     assert max(entry["eval_kl"] for entry in result.curve if "eval_kl" in entry) > 2 * result.kl_before
@@ -282,7 +124,7 @@ def test_a_run_that_only_harms_returns_the_start(made: tuple[str, str, str], tmp
     ],
 )
 def test_how_it_is_computed_does_not_change_the_curve(
-    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult], tmp_path: Path, options: Any, bound: float
+    made: Made, tuned: tuple[Path, FinetuneResult], tmp_path: Path, options: Any, bound: float
 ) -> None:
     assert losses(tune(made, tmp_path / "out", **options)) == pytest.approx(losses(tuned[1]), rel=bound)
 
@@ -290,15 +132,13 @@ def test_how_it_is_computed_does_not_change_the_curve(
 @pytest.mark.parametrize(
     "options", [{"cache_logits": 8}, {"kd_weight": 0.98, "temperature": 2.0}, {"hidden_weight": 0.1}]
 )
-def test_other_losses_train_too(
-    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult], tmp_path: Path, options: Any
-) -> None:
+def test_other_losses_train_too(made: Made, tuned: tuple[Path, FinetuneResult], tmp_path: Path, options: Any) -> None:
     result = tune(made, tmp_path / "out", **options)
     assert result.kl_after < 0.95 * result.kl_before
     assert losses(result) != pytest.approx(losses(tuned[1]), rel=1e-2)
 
 
-def test_bfloat16_storage_and_products(made: tuple[str, str, str], tmp_path: Path) -> None:
+def test_bfloat16_storage_and_products(made: Made, tmp_path: Path) -> None:
     half = tmp_path / "half"
     mla_convert.convert(
         source=made[0], out=str(half), kv_lora_rank=8, qk_rope_head_dim=4, calib_data=(made[2],), window=128,
@@ -333,7 +173,7 @@ def assert_same_run(out: Path, result: FinetuneResult, tuned: tuple[Path, Finetu
 
 
 def test_sigterm_saves_and_the_same_call_continues(
-    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult], tmp_path: Path
+    made: Made, tuned: tuple[Path, FinetuneResult], tmp_path: Path
 ) -> None:
     assert threading.current_thread() is threading.main_thread()
     out = tmp_path / "out"
@@ -346,7 +186,7 @@ def test_sigterm_saves_and_the_same_call_continues(
 
 
 def test_killed_run_leaves_the_last_good_checkpoint(
-    made: tuple[str, str, str], tuned: tuple[Path, FinetuneResult], tmp_path: Path
+    made: Made, tuned: tuple[Path, FinetuneResult], tmp_path: Path
 ) -> None:
     out, work = tmp_path / "out", tmp_path / "out.training"
 
@@ -366,9 +206,7 @@ def test_killed_run_leaves_the_last_good_checkpoint(
     assert not work.exists()
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(
-    made: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Student.forward
 
     def forward(self: Student, *args: Any, **kwargs: Any) -> Any:
@@ -386,7 +224,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 # refusals
 
 
-def test_refusals(made: tuple[str, str, str], tmp_path: Path) -> None:
+def test_refusals(made: Made, tmp_path: Path) -> None:
     source, converted, text = made
     other = tiny_model(tmp_path / "other", num_hidden_layers=2, seed=1)
     with pytest.raises(BadCheckpoint, match=r"was not converted from .*other: model.safetensors has sha256"):
@@ -420,7 +258,7 @@ def test_processes_must_divide_the_batch(monkeypatch: pytest.MonkeyPatch, tmp_pa
         training_arguments(FinetuneRecipe(source="a", converted="b", out="c", device="cpu"), tmp_path)
 
 
-def test_tokenizer_of_another_model_is_refused(made: tuple[str, str, str], tmp_path: Path) -> None:
+def test_tokenizer_of_another_model_is_refused(made: Made, tmp_path: Path) -> None:
     import shutil
 
     wrong = tmp_path / "wrong"

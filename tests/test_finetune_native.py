@@ -1,25 +1,21 @@
 """finetune on native folders of tiny models: every kind of latent input, what stays, the export, kill and resume."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny import edit_json, tiny_model
+from tuning import WINDOW, Made, random_text, tune, weights
 
 import mla_convert
 from mla_convert.errors import BadOption
-from mla_convert.finetune import FinetuneResult
 from mla_convert.loading import load_model
 from mla_convert.train_form import choose_trained, latents, merge_adapters, open_latent, unit_latent
 from mla_convert.train_model import Student
 
 CPU = torch.device("cpu")
-WINDOW, STEPS = 32, 12
-Made = tuple[str, str, str]
 KEEP = {"gemma3_text": "auto", "qwen2": "1"}
 # Keys and values of a norm feed the latent; so do hidden states with biases; soft caps; experts in files of their own.
 KINDS = ("qwen3", "gemma3_text", "qwen3_moe", "qwen2", "gemma2", "mixtral")
@@ -29,34 +25,18 @@ def convert(folder: Path, family: str, **options: Any) -> Made:
     source = tiny_model(folder / "source", family, projection_std=0.12)
     if family == "qwen2":
         edit_json(source / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")  # as Qwen's checkpoints say
-    rng = random.Random(0)
-    text = folder / "text.txt"
-    words = ["the", "a", "of", "model", "cache", "latent", "key", "value", "head", "token"]
-    text.write_text(" ".join(rng.choice(words) for _ in range(1200)))
+    text = random_text(folder)
     sizes: dict[str, Any] = {"kv_lora_rank": 9, "qk_rope_head_dim": 6, "rope_stride": 1}
     mla_convert.convert(
-        source=str(source), out=str(folder / "converted"), calib_data=(str(text),), calib_windows=8, window=64,
+        source=str(source), out=str(folder / "converted"), calib_data=(text,), calib_windows=8, window=64,
         **sizes | {"format": "native", "keep_layers": KEEP.get(family, "none")} | options,
     )  # fmt: skip
-    return str(source), str(folder / "converted"), str(text)
+    return str(source), str(folder / "converted"), text
 
 
 @pytest.fixture(scope="module")
 def all_made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     return {family: convert(tmp_path_factory.mktemp(family), family) for family in KINDS}
-
-
-def tune(made: Made, out: Path, **options: Any) -> FinetuneResult:
-    values = {
-        "source": made[0], "converted": made[1], "out": str(out), "data": (made[2],), "window": WINDOW,
-        "batch_size": 4, "micro_batch": 2, "tokens": STEPS * 4 * WINDOW, "eval_every": 4, "held_out": 4,
-        "dtype": "float32", "device": "cpu", "learning_rate": 0.003,
-    }  # fmt: skip
-    return mla_convert.finetune(**values | options)
-
-
-def weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(folder) / "model.safetensors")
 
 
 def passes(source: str, out: Path) -> None:
