@@ -170,10 +170,10 @@ def test_what_a_class_does_after_its_head_is_scored(family: str, key: str, value
     found = score(head(model), hidden_states(model, windows, 2), windows.targets).nll.mean().item()
     with torch.no_grad():
         wanted = model(input_ids=ids, labels=ids).loss.item()
-    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found == pytest.approx(wanted, rel=1e-5)  # measured 1.1e-7
     # control: without it
     plain = score(model.lm_head, hidden_states(model, windows, 2), windows.targets).nll.mean().item()
-    assert abs(plain / wanted - 1) > 1e-2
+    assert abs(plain / wanted - 1) > 1e-2  # measured at least 0.48
 
 
 def test_a_head_that_is_no_linear_map_is_refused() -> None:

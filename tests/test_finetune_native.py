@@ -57,8 +57,8 @@ def test_training_lowers_the_loss_and_writes_a_native_folder(
 ) -> None:
     made, out = all_made[family], tmp_path / "out"
     result = tune(made, out)
-    assert result.kl_after < 0.95 * result.kl_before
-    assert result.max_difference is not None and result.max_difference < 1e-5
+    assert result.kl_after < 0.95 * result.kl_before  # measured 0.68 to 0.85, here and below
+    assert result.max_difference is not None and result.max_difference < 1e-5  # measured at most 6.5e-7
     config = json.loads((out / "config.json").read_text())
     assert config == json.loads((Path(made[1]) / "config.json").read_text())
     converted = [f"model.layers.{i}.self_attn." for i, entry in enumerate(config["mla"]["layers"]) if entry is not None]
@@ -72,7 +72,8 @@ def test_training_lowers_the_loss_and_writes_a_native_folder(
     scores = mla_convert.evaluate(
         models=(made[1], str(out)), reference=made[0], eval_data=(made[2],), windows=8, window=WINDOW
     ).scores
-    assert scores[2].kl is not None and scores[1].kl is not None and scores[2].kl < 0.95 * scores[1].kl
+    assert scores[2].kl is not None and scores[1].kl is not None
+    assert scores[2].kl < 0.95 * scores[1].kl  # measured 0.83 to 0.947
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -83,7 +84,7 @@ def test_two_steps_lower_the_loss(all_made: dict[str, Made], tmp_path: Path, fam
     assert len(curve) == 3 and curve[2] < 0.97 * curve[0]  # the warm-up starts at 0; measured 0.89 to 0.94
     # control: with steps of no size nothing moves
     still = tune(made, tmp_path / "still", learning_rate=1e-30, **two)
-    assert still.best_step == 0 and still.kl_after == pytest.approx(curve[0], rel=1e-6)
+    assert still.best_step == 0 and still.kl_after == pytest.approx(curve[0], rel=1e-6)  # measured 0
 
 
 @pytest.mark.parametrize("train", ["attention", "all"])
@@ -108,7 +109,7 @@ def test_the_form_in_training_computes_the_same(all_made: dict[str, Made], famil
     ids = torch.randint(0, 256, (4, 40), generator=torch.Generator().manual_seed(0))
     unit_latent(model, ids)
     size = float(before.abs().max())
-    assert float((logits(model) - before).abs().max()) < 2e-5 * size
+    assert float((logits(model) - before).abs().max()) < 2e-5 * size  # measured at most 7.2e-7
     seen: list[torch.Tensor] = []
     last = found[-1]
     getattr(last.attention, last.down).register_forward_hook(lambda m, a, o: seen.append(o.flatten(0, -2)))
@@ -116,12 +117,13 @@ def test_the_form_in_training_computes_the_same(all_made: dict[str, Made], famil
         model(input_ids=window[None], use_cache=False)
     rows = torch.cat(seen)
     moment = rows.T @ rows / len(rows)
+    # measured 6e-7, and 2.4e-7 for the slots
     torch.testing.assert_close(moment[: last.rank, : last.rank], torch.eye(last.rank), rtol=0, atol=5e-3)
     slots = moment.diagonal()[last.rank :].unflatten(0, (-1, 2)).mean(1)
     torch.testing.assert_close(slots, torch.ones(last.rope // 2), rtol=1e-3, atol=0)
     with torch.no_grad():  # control: one slot of another size
         last.weight(last.down)[-1] *= 2
-    assert float((logits(model) - before).abs().max()) > 1e-3 * size
+    assert float((logits(model) - before).abs().max()) > 1e-3 * size  # measured at least 4e-2
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -145,8 +147,8 @@ def test_merged_adapters_compute_what_adapters_compute(all_made: dict[str, Made]
     merge_adapters(model)
     assert set(model.state_dict()) == names
     size = float(adapted.abs().max())
-    assert float((logits(model) - adapted).abs().max()) < 1e-5 * size
-    assert float((adapted - plain).abs().max()) > 1e-3 * size
+    assert float((logits(model) - adapted).abs().max()) < 1e-5 * size  # measured at most 5.4e-7
+    assert float((adapted - plain).abs().max()) > 1e-3 * size  # measured at least 0.18
 
 
 @pytest.mark.parametrize(("family", "train"), [("qwen3", "lora"), ("gemma3_text", "all"), ("mixtral", "all"),
@@ -154,7 +156,7 @@ def test_merged_adapters_compute_what_adapters_compute(all_made: dict[str, Made]
 def test_other_choices_of_what_is_trained(all_made: dict[str, Made], tmp_path: Path, family: str, train: str) -> None:
     made, out = all_made[family], tmp_path / "out"
     result = tune(made, out, train=train, learning_rate={"lora": 1e-2, "all": 1e-3}[train])
-    assert result.kl_after < result.kl_before
+    assert result.kl_after < result.kl_before  # measured 0.69 to 0.82 of it
     before, after = weights(made[1]), weights(out)
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -171,6 +173,7 @@ def test_other_losses(tmp_path: Path, family: str, options: dict[str, Any]) -> N
     made = convert(tmp_path, family)
     plain = tune(made, tmp_path / "plain", tokens=2 * 4 * WINDOW)
     result = tune(made, tmp_path / "out", tokens=2 * 4 * WINDOW, **options)
+    # measured: cached 8.6e-6, checkpointed 0; hidden states, the control, at least 4.6e-2
     same = [e["loss"] for e in result.curve if "loss" in e] == pytest.approx(
         [e["loss"] for e in plain.curve if "loss" in e], rel=1e-4
     )

@@ -134,7 +134,7 @@ def test_a_layer_read_back_is_the_layer(tmp_path: Path) -> None:
     positions = torch.arange(50)[None]
     with torch.no_grad():
         wanted = attend_expanded(layer, hidden, positions)
-        assert distance(attend_expanded(again, hidden, positions), wanted) < 1e-13
+        assert distance(attend_expanded(again, hidden, positions), wanted) < 1e-13  # measured 0
         model = stock_model(out).model
         tables = model.rotary_emb(hidden, positions)
         mask = torch.ones(50, 50, dtype=torch.bool).tril()[None, None]
