@@ -88,9 +88,9 @@ def predict(
     plan: RopePlan,
     ranks: Sequence[int],
     method: str,
-) -> dict[int, float]:
-    """What the layer would lose at each of `ranks` (of the latent) beside the slots of `plan`: the `total` of the
-    LayerReport that `assemble` gives without sweeps. One decomposition serves all ranks; nothing is converted.
+) -> dict[int, LayerReport]:
+    """What the layer would lose at each of `ranks` (of the latent) beside the slots of `plan`: the LayerReport that
+    `assemble` gives without sweeps. One decomposition serves all ranks; nothing is converted.
     """
     facts = source.facts or spec.layers[0]
     sizes = {rank: of_layer(spec, facts, Size(rank, plan)) for rank in ranks}
@@ -102,7 +102,8 @@ def predict(
     )
     energy = 1.0 if moments is None else math.exp(moments.log_energy.item() / moments.tokens)
     rope = split.cost * facts.softmax_scale**2 / energy
-    return {rank: rope + lost[size.kv_lora_rank] / energy for rank, size in sizes.items()}
+    left = {rank: lost[size.kv_lora_rank] / energy for rank, size in sizes.items()}
+    return {rank: LayerReport(rope, start=each, end=each) for rank, each in left.items()}
 
 
 def _split(

@@ -166,10 +166,12 @@ def _trainer(recipe: FinetuneRecipe, args: TrainingArguments, text: TrainingText
     compute = torch.bfloat16 if args.bf16 else torch.float32
     device = torch.device(args.device)
     stored = compute if device.type == "cuda" else torch.float32
-    live = LiveTeacher(load_model(recipe.source, stored, device), compute, recipe.hidden_weight > 0)
+    source = load_model(recipe.source, stored, device)
+    source.set_attn_implementation(EXACT)  # as the student's: no kernel of its own to tell the two apart
+    live = LiveTeacher(source, compute, recipe.hidden_weight > 0)
     judges = [{key: value.cpu() for key, value in live(ids[None]).items() if key == "hidden"} for ids in text.held_out]
     teacher: Any = live
-    teacher_head = live.head
+    teacher_head = live.head.to(compute)  # cast once, not at every block of logits
     if recipe.cache_logits:
         cache = Path(str(args.output_dir), "logits")
         if args.process_index == 0:

@@ -50,7 +50,7 @@ class PlanRecipe(Recipe):
         "Texts to measure on, named like --calib-data; without it windows of --calib-data are held out.", ()
     )
     window: int = option("Their length, tokens.", 512, at_least=2)
-    measured: int = option("Sizes measured on held-out windows to turn predictions into nats.", 3, at_least=2)
+    measured: int = option("Sizes measured on held-out windows to turn predictions into nats.", 4, at_least=2)
     method: str = option("As for convert.", "weighted", choices=("weighted", "pca", "svd"))
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
     seed: int = option("Seed of every random choice.", 0, at_least=0)

@@ -3,21 +3,17 @@
 One calibration pass gives every layer's moments. For each way to place the rotating slots one decomposition per layer
 tells the loss of the truncated SVD at every latent rank (`assemble.predict`); the best slots are taken at every size,
 and one sweep of the fit tells what the conversion itself will lose there. The sum over layers orders sizes but is no
-loss in nats, so a few sizes are measured on held-out windows, layer by layer in memory, and the others lie between them
-by their predictions (`in_nats`).
+loss in nats, so a few sizes are measured on held-out windows, layer by layer in memory, and they tell the law by which
+predictions become nats (nats.py).
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,29 +23,27 @@ from mla_convert.cache_plan import BYTES
 from mla_convert.calibrate import KeptMoments, LayerMoments, calibrate
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.choose import converted_nll
+from mla_convert.curve_inputs import rope_plans, totals_of, windows_of
 from mla_convert.errors import BadOption
 from mla_convert.families import SourceSpec, read_spec
 from mla_convert.layer import MLALayer
-from mla_convert.loading import load_tokenizer, resolve_device
+from mla_convert.loading import resolve_device
+from mla_convert.nats import Lost, in_nats, left_out
 from mla_convert.plan_recipe import PlanRecipe
 from mla_convert.projections import SourceAttention, source_attention
 from mla_convert.report import progress
-from mla_convert.rope import RopePlan, ladder_plan, ladder_strides
 from mla_convert.sizes import Size, full_rank, source_numbers, unseen_pairs
 from mla_convert.stream import LayerStream
-from mla_convert.texts import check_ids, read_documents, text_hash, token_windows, with_conversations
+from mla_convert.texts import read_documents, text_hash
 
 logger = logging.getLogger(__name__)
-
-STEPS = 12  # sizes of the curve: this many equal parts of the source's numbers, the first two and the last left out
-ROPE_STEPS = 4  # qk_rope_head_dim is tried in steps of source_head_dim over this
-HELD_OUT_SHARE = 4  # one held-out window per this many calibration windows
 
 
 @dataclass(frozen=True)
 class CurvePoint:
     """One size at its best split. numbers: cached per token and layer. predicted: sum of `layers`, squared errors
-    relative to the residual stream. nats: predicted excess per token. measured: on held-out windows, where it was.
+    relative to the residual stream; rope: the part of it that lost rotations cause. nats: predicted excess per token.
+    measured: on held-out windows, where it was.
     """
 
     numbers: int
@@ -58,6 +52,7 @@ class CurvePoint:
     rope_stride: int | None
     bytes_per_token: int
     predicted: float
+    rope: float
     layers: tuple[float, ...]
     nats: float
     measured: float | None
@@ -65,7 +60,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Sizes from small to large. off: how far each measured size lies from what the other measured ones say of it,
+    """Sizes from small to large. off: how far each measured size between others lies from what those say of it,
     relative; chosen: the size that meets the target, None where none does. eval_data: what was measured on, where that
     is another text than the predictions were made from.
     """
@@ -110,9 +105,9 @@ def rate_distortion(recipe: PlanRecipe) -> Curve:
     checkpoint = Checkpoint.open(recipe.model)
     spec = read_spec(checkpoint)
     device = resolve_device(recipe.device)
-    totals = _totals(recipe, spec)
+    totals = totals_of(recipe, spec)
     documents = read_documents(recipe.calib_data, part="calib")
-    calibration, held_out = _windows(recipe, spec, documents)
+    calibration, held_out = windows_of(recipe, spec, documents)
     stream = LayerStream(checkpoint, spec, device)
     with TemporaryDirectory(prefix="mla_convert_") as scratch:
         work = _Work(recipe, checkpoint, spec, stream, KeptMoments(Path(scratch), spec, device))
@@ -124,7 +119,8 @@ def rate_distortion(recipe: PlanRecipe) -> Curve:
         best = _best_splits(work, totals)
         source_nll, measured, seen = _measure(work, held_out, [size for size, _ in best])
         best = _fitted(work, best, seen)
-    pairs = [(sum(best[i][1]), excess) for i, excess in measured.items()]
+    lost = [Lost(sum(r.rope for r in reports), sum(r.end for r in reports)) for _, reports in best]
+    pairs = [(lost[i], excess) for i, excess in measured.items()]
     points = tuple(
         CurvePoint(
             numbers=total,
@@ -132,12 +128,13 @@ def rate_distortion(recipe: PlanRecipe) -> Curve:
             qk_rope_head_dim=size.plan.qk_rope_head_dim,
             rope_stride=size.plan.stride,
             bytes_per_token=total * BYTES[recipe.cache_dtype] * spec.num_hidden_layers,
-            predicted=sum(layers),
-            layers=tuple(layers),
-            nats=in_nats(sum(layers), pairs),
+            predicted=lost[index].total,
+            rope=lost[index].rope,
+            layers=tuple(report.total for report in reports),
+            nats=in_nats(lost[index], pairs),
             measured=measured.get(index),
         )
-        for index, (total, (size, layers)) in enumerate(zip(totals, best, strict=True))
+        for index, (total, (size, reports)) in enumerate(zip(totals, best, strict=True))
     )
     return Curve(
         points=points,
@@ -154,75 +151,12 @@ def rate_distortion(recipe: PlanRecipe) -> Curve:
     )
 
 
-def in_nats(prediction: float, measured: Sequence[tuple[float, float]]) -> float:
-    """Excess of a prediction from measured (prediction, excess) pairs: between two neighbours linear in logarithms,
-    that is factor x prediction^exponent, and beyond the last ones as between them; with one pair in proportion.
-
-    Sizes that lost nothing on the held-out windows say nothing and are left out; an excess that falls where the
-    prediction rises is noise and is taken as level. Raises BadOption where no pair is left.
-    """
-    lost = sorted((p, excess) for p, excess in measured if p > 0 and excess > 0)
-    if not lost:
-        raise BadOption(
-            "no measured size lost anything on the held-out windows, so predictions cannot be turned into nats; use "
-            "more text (--calib-data, --calib-windows) or a longer --window"
-        )
-    if prediction <= 0:
-        return 0.0
-    x = [math.log(p) for p, _ in lost]
-    y = list(accumulate((math.log(excess) for _, excess in lost), max))
-    at = math.log(prediction)
-    upper = min(max(bisect(x, at), 1), len(x) - 1)
-    if upper < 1 or x[upper] == x[upper - 1]:
-        return math.exp(y[0] + at - x[0])
-    slope = (y[upper] - y[upper - 1]) / (x[upper] - x[upper - 1])
-    return math.exp(y[upper] + slope * (at - x[upper]))
-
-
-def left_out(points: Sequence[tuple[float, float]]) -> list[float]:
-    """For each point, |in_nats by the others / measured - 1|; empty below three points that lost anything."""
-    lost = [(p, excess) for p, excess in points if p > 0 and excess > 0]
-    if len(lost) < 3:
-        return []
-    found = []
-    for place, (prediction, excess) in enumerate(lost):
-        found.append(abs(in_nats(prediction, [*lost[:place], *lost[place + 1 :]]) / excess - 1))
-    return found
-
-
-def _totals(recipe: PlanRecipe, spec: SourceSpec) -> list[int]:
-    """Sizes of the curve, small to large; with --target-bytes also exactly that one."""
-    whole = source_numbers(spec)
-    totals = {whole * step // STEPS for step in range(2, STEPS)}
-    if recipe.target_bytes is not None:
-        wanted = recipe.target_bytes // (BYTES[recipe.cache_dtype] * spec.num_hidden_layers)
-        if not 3 <= wanted < whole:
-            per_number = BYTES[recipe.cache_dtype] * spec.num_hidden_layers
-            raise BadOption(
-                f"target_bytes={recipe.target_bytes} is {wanted} numbers per token and layer in {recipe.cache_dtype}; "
-                f"name {3 * per_number:,} to {(whole - 1) * per_number:,} (the source caches {whole} numbers)"
-            )
-        totals.add(wanted)
-    return sorted(total for total in totals if total >= 3)
-
-
-def _plans(spec: SourceSpec) -> list[RopePlan]:
-    """The ways to place rotating slots that are tried: a few widths, the fastest pairs or pairs spread out."""
-    d = spec.source_head_dim
-    step = max(2, d // ROPE_STEPS // 2 * 2)
-    plans = []
-    for rope in range(step, d + 1, step):
-        strides = ladder_strides(d, rope)
-        plans += [ladder_plan(spec, rope, stride) for stride in sorted({strides[0], strides[-1]})]
-    return plans
-
-
-def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[float]]]:
+def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[LayerReport]]]:
     """For every total the split with the least prediction, and that prediction layer by layer.
 
     Splits that lose a rotation which the windows cannot show are predicted too low: only where nothing else fits.
     """
-    spec, plans = work.spec, _plans(work.spec)
+    spec, plans = work.spec, rope_plans(work.spec, work.recipe.window)
     blind = [bool(unseen_pairs(spec, plan, work.recipe.window)) for plan in plans]
     fitting = [
         [
@@ -232,7 +166,7 @@ def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[float]
         ]
         for plan in plans
     ]
-    losses: list[list[dict[int, float]]] = [[] for _ in plans]  # [plan][layer][rank]
+    losses: list[list[dict[int, LayerReport]]] = [[] for _ in plans]  # [plan][layer][rank]
     with progress("predicting", "layers", spec.num_hidden_layers * len(plans)) as advance:
         for layer in range(spec.num_hidden_layers):
             source, moments = work.source(layer), work.moments(layer)
@@ -242,7 +176,7 @@ def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[float]
     best = []
     for total in totals:
         choices = [
-            (blind[place], sum(by_rank[total - plan.qk_rope_head_dim] for by_rank in losses[place]), place)
+            (blind[place], sum(by_rank[total - plan.qk_rope_head_dim].total for by_rank in losses[place]), place)
             for place, plan in enumerate(plans)
             if total - plan.qk_rope_head_dim in fitting[place]
         ]
@@ -256,8 +190,8 @@ def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[float]
 
 
 def _fitted(
-    work: _Work, best: list[tuple[Size, list[float]]], seen: dict[int, list[float]]
-) -> list[tuple[Size, list[float]]]:
+    work: _Work, best: list[tuple[Size, list[LayerReport]]], seen: dict[int, list[LayerReport]]
+) -> list[tuple[Size, list[LayerReport]]]:
     """The same splits with what the layers lose after one sweep of the fit, as they are measured (`seen`, by place).
 
     The truncated SVD alone predicts badly: SmolLM2 at 352, 192 and 128 of 384 numbers loses 4.0, 0.9 and 2.1 nats per
@@ -271,7 +205,7 @@ def _fitted(
         for place in set(range(len(best))) - set(seen):
             found[place] = []
             for layer in range(layers):
-                found[place].append(work.assembled(layer, best[place][0], 1)[1].total)
+                found[place].append(work.assembled(layer, best[place][0], 1)[1])
                 advance(1)
     return [(size, found[place]) for place, (size, _) in enumerate(best)]
 
@@ -279,14 +213,14 @@ def _fitted(
 @torch.no_grad()
 def _measure(
     work: _Work, held_out: Tensor, sizes: list[Size]
-) -> tuple[float, dict[int, float], dict[int, list[float]]]:
+) -> tuple[float, dict[int, float], dict[int, list[LayerReport]]]:
     """Nats per token of the source, and by place in `sizes`, spread over them, the excess on `held_out` and what each
     layer is predicted to lose as it was measured.
     """
     count = min(work.recipe.measured, len(sizes))
     places = sorted({round(i * (len(sizes) - 1) / (count - 1)) for i in range(count)})
     layers = work.spec.num_hidden_layers
-    measured, seen = dict[int, float](), dict[int, list[float]]()
+    measured, seen = dict[int, float](), dict[int, list[LayerReport]]()
     with progress("measuring", "layers", layers * (len(places) + 1)) as advance:
         states = work.stream.embed(held_out)
         for layer in range(layers):
@@ -294,13 +228,13 @@ def _measure(
             advance(1)
         source_nll = work.stream.nll(states, held_out)
         for place in places:
-            lost = seen[place] = list[float]()
+            lost = seen[place] = list[LayerReport]()
 
             def assembled(
-                layer: int, size: Size, sweeps: int, lost: list[float] = lost
+                layer: int, size: Size, sweeps: int, lost: list[LayerReport] = lost
             ) -> tuple[MLALayer, LayerReport]:
                 converted, report = work.assembled(layer, size, sweeps)
-                lost.append(report.total)
+                lost.append(report)
                 return converted, report
 
             measured[place] = converted_nll(work.stream, held_out, sizes[place], assembled, advance) - source_nll
@@ -321,26 +255,3 @@ def _chosen(recipe: PlanRecipe, points: Sequence[CurvePoint]) -> CurvePoint | No
         )
     assert recipe.target_loss is not None
     return next((point for point in points if point.nats <= recipe.target_loss), None)
-
-
-def _windows(recipe: PlanRecipe, spec: SourceSpec, documents: list[str]) -> tuple[Tensor, Tensor]:
-    """Windows [windows, tokens] that predictions are made from, and those that measure."""
-    tokenizer: Any = load_tokenizer(recipe.model)
-
-    def windows(texts: list[str], wanted: int, least: int = 1) -> Tensor:
-        ids = token_windows(tokenizer, texts, recipe.window, wanted)
-        check_ids(ids, spec.vocab_size, recipe.model)
-        if len(ids) < least:
-            raise BadOption(
-                f"the text gives {len(ids)} window of {recipe.window} tokens, and one more must be held out; give more "
-                "text with --calib-data, others with --eval-data, or a smaller --window"
-            )
-        return ids
-
-    measuring = max(1, recipe.calib_windows // HELD_OUT_SHARE)
-    if recipe.eval_data:
-        others = read_documents(recipe.eval_data)
-        return with_conversations(tokenizer, windows(documents, recipe.calib_windows)), windows(others, measuring)
-    ids = with_conversations(tokenizer, windows(documents, recipe.calib_windows + measuring, 2))
-    held_out = ids[: max(1, len(ids) // (HELD_OUT_SHARE + 1))]
-    return ids[len(held_out) :], held_out

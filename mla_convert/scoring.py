@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -143,6 +143,11 @@ class Head:
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+
+    def to(self, dtype: torch.dtype) -> Head:
+        """The same map in `dtype`, cut off from training."""
+        bias = None if self.bias is None else self.bias.detach().to(dtype)
+        return replace(self, weight=self.weight.detach().to(dtype), bias=bias)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., vocab] of hidden states [..., hidden_size]."""

@@ -103,6 +103,15 @@ def unseen_pairs(spec: SourceSpec, plan: RopePlan, window: int) -> list[int]:
     return sorted(unseen)
 
 
+def seeing_widths(spec: SourceSpec, window: int) -> set[int]:
+    """The least qk_rope_head_dim that keeps every rotation which no window would show, with the fastest pairs in slots.
+
+    Slower pairs turn too little in the whole context to need one. Empty where every rotation is seen.
+    """
+    unseen = unseen_pairs(spec, RopePlan((), {}, 1), window)
+    return {2 * (unseen[-1] + 1)} if unseen else set()
+
+
 def _plans(recipe: ConvertRecipe, spec: SourceSpec, rope: int, native: bool) -> list[RopePlan]:
     plan = native_plan if native else ladder_plan
     if recipe.rope_stride != "auto":
@@ -115,7 +124,7 @@ def _split_sizes(recipe: ConvertRecipe, spec: SourceSpec, ratio: float, native: 
     step = max(2, rotating // SPLIT_STEPS // 2 * 2)
     sizes = [
         Size(budget - rope, plan)
-        for rope in range(step, rotating + 1, step)
+        for rope in sorted({*range(step, rotating + 1, step), *seeing_widths(spec, recipe.window)})
         if 1 <= budget - rope <= full_rank(spec, rope)
         for plan in _fitting_plans(recipe, spec, rope, native)
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ class LiveTeacher:
     def head(self) -> Head:
         """The source's language-model head."""
         own = head(self.model)
-        return replace(own, weight=own.weight.detach())
+        return own.to(own.weight.dtype)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, index: Tensor | None = None) -> dict[str, Tensor]:

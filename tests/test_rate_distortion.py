@@ -18,7 +18,6 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.convert import source_attention
 from mla_convert.errors import BadOption, UnsupportedSource
 from mla_convert.families import read_spec
-from mla_convert.rate_distortion import in_nats, left_out
 from mla_convert.rope import ladder_plan
 from mla_convert.sizes import Size, unseen_pairs
 from mla_convert.stream import LayerStream
@@ -60,29 +59,17 @@ def test_predictions_are_those_of_the_conversion(tmp_path: Path, method: str) ->
     found = predict(source, moments, spec, plan, (3, 9, 20), method)
     for rank, predicted in found.items():
         report = assemble(source, moments, spec, Size(rank, plan), method, 0)[1]
-        assert predicted == pytest.approx(report.total, rel=1e-9)
-    assert found[3] > found[9] > found[20]
-
-
-def test_nats_lie_between_what_was_measured() -> None:
-    points = [(p, 2.5 * p**0.7) for p in (0.1, 0.5, 2.0)]  # a power law is met everywhere
-    for prediction in (0.02, 0.1, 0.3, 2.0, 9.0):
-        assert in_nats(prediction, points) == pytest.approx(2.5 * prediction**0.7)
-    assert left_out(points) == pytest.approx([0, 0, 0], abs=1e-12)
-    assert max(left_out([*points, (1.0, 5.0)])) > 0.3  # negative control: 2.5 would lie on the curve
-    assert in_nats(0.3, [(0.1, 0.2), (0.4, -0.01)]) == pytest.approx(0.6)  # a size that lost nothing says nothing
-    assert in_nats(0.2, [(0.1, 0.2), (0.4, 0.1)]) == pytest.approx(0.2)  # falling is noise
-    assert in_nats(0.0, points) == 0 and left_out(points[:2]) == []
-    with pytest.raises(BadOption, match="no measured size lost anything on the held-out windows"):
-        in_nats(0.1, [(0.1, -0.2)])
+        assert predicted.rope == pytest.approx(report.rope, rel=1e-9)
+        assert predicted.total == pytest.approx(report.total, rel=1e-9)
+    assert found[3].total > found[9].total > found[20].total
 
 
 @pytest.mark.parametrize("method", ["weighted", "pca"])
-def test_three_measured_sizes_predict_the_others_within_a_quarter(sampled: dict[str, str], method: str) -> None:
-    """Predicted from three sizes against measured at all ten; measured: 11 % off at most (weighted), 14 % (pca)."""
+def test_four_measured_sizes_predict_the_others_within_a_quarter(sampled: dict[str, str], method: str) -> None:
+    """Predicted from four sizes against measured at all ten; measured: 21 % off at most (weighted), 12 % (pca)."""
     few = curve(sampled, target_loss=0.9, method=method)
     many = curve(sampled, target_loss=0.9, method=method, measured=10)
-    assert sum(point.measured is not None for point in few.points) == 3
+    assert sum(point.measured is not None for point in few.points) == 4
     seen = [point.measured for point in many.points]
     assert len(seen) == 10 and seen[0] > 1.5 * seen[-1] > 0  # there is something to predict
     off = [abs(a.nats / b.measured - 1) for a, b in zip(few.points, many.points, strict=True)]

@@ -6,6 +6,8 @@ The absorbed path, one shared key [c ; k_pe] and one shared value c for all head
 import torch
 from torch import Tensor, nn
 
+from mla_convert.modeling.blocks import causal_attention, fits
+
 
 def turn(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Multiply slot s (numbers 2s, 2s+1 as one complex number) by exp(i angle_s): RoFormer, arXiv:2104.09864, eq. 34.
@@ -57,14 +59,16 @@ def expanded_attention(
 ) -> Tensor:
     """Attention of heads with keys and values of their own; all [batch, heads, tokens, width], result as `value`.
 
-    Without soft cap and sinks torch's fused kernel is used. On a CPU it wants values as wide as the keys, so they are
-    padded and cut off again: the unfused one is half of a training step of SmolLM2 at 1,024 tokens.
+    Without soft cap and sinks torch's fused kernel is used, or blocks.py where that is faster. On a CPU the fused one
+    wants values as wide as the keys, so they are padded and cut off again; the unfused one takes twice as long.
     """
     if softcap is None and sinks is None:
+        plain = mask is not None and mask.dim() == 2 and query.shape[-2] == key.shape[-2]  # made by `causal_mask`
+        if plain and not dropout and fits(query, key):
+            return causal_attention(query, key, value, scale)
         width = value.shape[-1]
         wide = max(query.shape[-1], width)
         query, key, value = (nn.functional.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
-        plain = mask is not None and mask.dim() == 2 and query.shape[-2] == key.shape[-2]  # made by `causal_mask`
         masking = {"is_causal": True} if plain else {"attn_mask": mask}
         out = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale, **masking)
         return out[..., :width]
