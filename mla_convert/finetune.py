@@ -187,7 +187,7 @@ def _trainer(recipe: FinetuneRecipe, args: TrainingArguments, text: TrainingText
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     weights = LossWeights(recipe.kd_weight, recipe.temperature, recipe.hidden_weight)
     student = Student(model, teacher_head, weights, scale)
-    trainer = DistillTrainer(student, args, text, teacher, judges, relative=recipe.train != "lora")
+    trainer = DistillTrainer(student, args, text, teacher, judges, recipe.train != "lora", recipe.optimizer)
     trainer.remove_callback(PrinterCallback)  # ShowProgress says it
     trainer.add_callback(JudgeAtEnd())
     trainer.add_callback(StopOnSigterm())

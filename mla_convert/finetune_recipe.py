@@ -28,16 +28,23 @@ class FinetuneRecipe(Recipe):
     )
     train: str = option(
         "What is trained: attention (the latent projections and W_O of converted layers, and q, k, v where those feed "
-        "the latent), all, or lora (adapters on the same projections, merged at the end).",
+        "the latent), layers (every matrix of every layer, MLPs and experts too), all (also norms, embeddings, head), or "
+        "lora (adapters on the projections of attention, merged at the end).",
         "attention",
-        choices=("attention", "all", "lora"),
+        choices=("attention", "layers", "all", "lora"),
     )
     tokens: int = option("Tokens seen, repetitions counted.", 1_000_000, at_least=2)
     window: int = option("Window length, tokens; texts are packed, nothing is padded.", 1024, at_least=2)
     batch_size: int = option("Windows per optimiser step, over all processes.", 4, at_least=1)
     micro_batch: int = option("Windows per forward pass of one process; the rest is accumulated.", 1, at_least=1)
+    optimizer: str = option(
+        "adamw, or muon: orthogonalised momentum, for --train attention or layers; its steps take longer and win more "
+        "where MLPs are trained. Not under FSDP.",
+        "adamw",
+        choices=("adamw", "muon"),
+    )
     learning_rate: float = option(
-        "Peak step size of AdamW, relative to the rms of each matrix (of lora adapters: absolute).", 5e-4
+        "Peak step size, relative to the rms of each matrix (of lora adapters: absolute). With muon try 0.005.", 5e-4
     )
     kd_weight: float = option(
         "Loss = kd_weight * T^2 KL(source || model) at temperature T + (1 - kd_weight) * cross-entropy, 0 to 1.", 1.0
@@ -72,6 +79,11 @@ class FinetuneRecipe(Recipe):
         _check_apart(self.converted, self.out)
         if not self.learning_rate > 0:
             raise BadOption(f"learning_rate={self.learning_rate} must be above 0, e.g. 0.001")
+        if self.optimizer == "muon" and self.train not in ("attention", "layers"):
+            raise BadOption(
+                f"optimizer=muon moves matrices, and train={self.train} has other parameters too; use --train "
+                "attention or layers, or --optimizer adamw"
+            )
         if not 0 <= self.kd_weight <= 1:
             raise BadOption(f"kd_weight={self.kd_weight} must be from 0 to 1; 1 is KL alone, 0 cross-entropy alone")
         if not self.temperature > 0:

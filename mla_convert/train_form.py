@@ -166,7 +166,7 @@ def unit_latent(model: PreTrainedModel, ids: Tensor) -> None:
 
 
 def choose_trained(model: PreTrainedModel, train: str, lora_rank: int, seed: int) -> None:
-    """Set requires_grad for `train` (attention, all, lora); lora puts adapters into the model.
+    """Set requires_grad for `train` (attention, layers, all, lora); lora puts adapters into the model.
 
     The bias of the rotating key never changes: its other rows, those of the latent, mean nothing and must stay zero.
     Nor does a stock query latent, which only carries biases (stock.py): steps of a size for weights would ruin it.
@@ -182,8 +182,14 @@ def choose_trained(model: PreTrainedModel, train: str, lora_rank: int, seed: int
         if latent.stock
         for name in ("q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight")
     }
+    inside = _matrices_of_layers(model)
     for name, parameter in model.named_parameters():
-        chosen = {"attention": name in attention, "all": name not in fixed, "lora": "lora_" in name}
+        chosen = {
+            "attention": name in attention,
+            "layers": name in inside - fixed,
+            "all": name not in fixed,
+            "lora": "lora_" in name,
+        }
         parameter.requires_grad_(chosen[train])
 
 
@@ -210,11 +216,15 @@ def may_change(model: PreTrainedModel, train: str) -> set[str]:
     """The model's names of the tensors that training or the export may change, adapters merged."""
     if train == "all":
         return {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} | _norms(model)
-    return (
-        {f"{latent.name}.{name}.weight" for latent in latents(model) for name in latent.trained}
-        | biases(model)
-        | _norms(model)
-    )
+    trained = {f"{latent.name}.{name}.weight" for latent in latents(model) for name in latent.trained}
+    if train == "layers":
+        trained |= _matrices_of_layers(model)
+    return trained | biases(model) | _norms(model)
+
+
+def _matrices_of_layers(model: PreTrainedModel) -> set[str]:
+    within = f"{model.base_model_prefix}.layers."
+    return {name for name, parameter in model.named_parameters() if name.startswith(within) and parameter.ndim > 1}
 
 
 def _norms(model: PreTrainedModel) -> set[str]:

@@ -86,9 +86,9 @@ def test_written_model_has_the_held_out_kl_of_the_best_step(
     assert by_name[made[1]] == pytest.approx(result.kl_before, rel=1e-4)
 
 
-@pytest.mark.parametrize("train", ["all", "lora"])
+@pytest.mark.parametrize("train", ["layers", "all", "lora"])
 def test_other_choices_of_what_is_trained(made: Made, tmp_path: Path, train: str) -> None:
-    rate = {"all": 3e-3, "lora": 1e-2}[train]
+    rate = {"layers": 3e-3, "all": 3e-3, "lora": 1e-2}[train]
     result = tune(made, tmp_path / "out", train=train, learning_rate=rate)
     assert result.kl_after < 0.95 * result.kl_before
     before, after = weights(made[1]), weights(tmp_path / "out")
@@ -96,6 +96,12 @@ def test_other_choices_of_what_is_trained(made: Made, tmp_path: Path, train: str
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     if train == "all":
         assert changed | {name for name in before if name.endswith(ATTENTION[4])} == set(before)
+    elif train == "layers":
+        matrices = {name for name in before if ".layers." in name and before[name].ndim > 1}
+        assert changed | {name for name in before if name.endswith(ATTENTION[4])} == {
+            name for name in before if name in matrices or name.endswith(ATTENTION[4])
+        }
+        assert any(".mlp." in name for name in matrices)
     else:
         assert {name for name in before if name.endswith(ATTENTION)} >= changed
         assert {name for name in before if name.endswith(ATTENTION[:4])} <= changed
