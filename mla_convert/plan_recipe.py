@@ -81,10 +81,9 @@ class PlanRecipe(Recipe):
             )
         if self.curve is not None and not self.wants_curve:
             raise BadOption(f"curve={self.curve} needs a target: give --target-loss or --target-bytes")
-        if self.eval_data and not self.wants_curve:
-            raise BadOption(
-                f"eval_data={', '.join(self.eval_data)} measures a curve: give --target-loss or --target-bytes"
-            )
+        for name, texts in (("calib_data", self.calib_data), ("eval_data", self.eval_data)):
+            if texts and not self.wants_curve:
+                raise BadOption(f"{name}={', '.join(texts)} is for a curve: give --target-loss or --target-bytes")
         tokens(self.context)
         tp_sizes(self.tp)
         if self.gpu_memory is not None:
