@@ -28,8 +28,8 @@ class FinetuneRecipe(Recipe):
     )
     train: str = option(
         "What is trained: attention (the latent projections and W_O of converted layers, and q, k, v where those feed "
-        "the latent), layers (every matrix of every layer, MLPs and experts too), all (also norms, embeddings, head), or "
-        "lora (adapters on the projections of attention, merged at the end).",
+        "the latent), layers (every matrix of every layer, MLPs and experts too), all (norms, embeddings and head "
+        "too) or lora (adapters on the projections of attention, merged at the end).",
         "attention",
         choices=("attention", "layers", "all", "lora"),
     )

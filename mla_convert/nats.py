@@ -57,7 +57,7 @@ def in_nats(lost: Lost, measured: Measured) -> float:
         return 0.0
     law = _fit(pairs)
     departures = [math.log(excess / _law(law, known)) for known, excess in pairs]
-    correction = np.interp(math.log(lost.total), [math.log(known.total) for known, _ in pairs], departures)
+    correction = float(np.interp(math.log(lost.total), [math.log(known.total) for known, _ in pairs], departures))
     return _law(law, lost) * math.exp(correction)
 
 
@@ -99,4 +99,4 @@ def _alike(pairs: Measured) -> tuple[float, float, float]:
 
 def _law(law: tuple[float, float, float], lost: Lost) -> float:
     a, b, e = law
-    return a * lost.rope + b * lost.latent**e
+    return float(a * lost.rope + b * lost.latent**e)

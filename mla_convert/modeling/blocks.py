@@ -20,14 +20,14 @@ def fits(query: Tensor, key: Tensor) -> bool:
     if query.device.type != "cpu" or query.shape[-2] != key.shape[-2]:
         return False
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return query.dtype == torch.bfloat16 or (autocast and query.dtype == torch.float32)
+    return bool(query.dtype == torch.bfloat16 or (autocast and query.dtype == torch.float32))
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """softmax(scale q k^T, keys up to the query's own) v; [batch, heads, tokens, width], result bfloat16."""
     flat = [x.to(torch.bfloat16).flatten(0, 1) for x in (query, key, value)]
-    out: Tensor = _Blocks.apply(*flat, scale)  # type: ignore[no-untyped-call]
-    return out.unflatten(0, query.shape[:2])
+    out: Tensor = _Blocks.apply(*flat, scale).unflatten(0, query.shape[:2])  # type: ignore[no-untyped-call]
+    return out
 
 
 def _weights(query: Tensor, key: Tensor, start: int) -> Tensor:
@@ -57,7 +57,7 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Of query, key and value; sums over blocks are in float32."""
+        """Gradients by query, key and value; sums over blocks are in float32."""
         query, key, value, *kept = ctx.saved_tensors
         above = upstream[0].contiguous()
         by_query = torch.empty_like(query)
