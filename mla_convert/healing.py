@@ -7,8 +7,9 @@ outputs, so errors of earlier layers are compensated. All projections but W_O ar
 
 Only attention is trained, one layer at a time: memory is one layer and four sets of hidden states (source, converted,
 inputs, targets), which go to files when they are large. A layer that does not improve on held-out windows stays as it
-was. What was tried and did worse: inputs whitened by C^-1/2 (a few noisy directions then take steps as large as the
-strong ones), and one second moment of the gradient per matrix or row.
+was. What was tried and did worse: Adam (60 steps on SmolLM2 at 70 + 58 leave the first five layers 0.30, 0.82, 0.77,
+0.86 and 0.92 of their error, Muon 0.13, 0.63, 0.56, 0.80 and 0.84), inputs whitened by C^-1/2 (a few noisy directions
+then take steps as large as the strong ones), and one second moment of Adam's per matrix or row.
 """
 
 import logging
@@ -30,6 +31,7 @@ from mla_convert.stream import LatentAttention, LayerStream
 logger = logging.getLogger(__name__)
 
 TRAINED = ("W_UQ", "W_QR", "W_DKV", "W_KR", "W_UK", "W_UV")
+MOMENTUM = 0.9
 CHECKS = 4  # times the held-out loss is looked at; the best weights win
 IN_MEMORY = 1 << 30  # bytes of one set of hidden states above which it lives in a file
 
@@ -60,14 +62,19 @@ def heal_layer(
 ) -> tuple[MLALayer, HealReport]:
     """Fit `layer` (fp64) to `task`, products in `compute`; returns the better of before and after."""
     start = with_unit_latent(layer, task.inputs)
-    params = {name: getattr(start, name).float().requires_grad_() for name in TRAINED}
-    trained = replace(start.to(torch.float32), **params)
+    # Muon moves matrices: one row per head and dimension.
+    params = {name: getattr(start, name).float().flatten(0, -2).requires_grad_() for name in TRAINED}
+    plain = start.to(torch.float32)
     device = layer.W_DKV.device
     positions = torch.arange(task.inputs.shape[1], device=device)[None]
     table = rotation_table(positions, layer.inv_freq, layer.attention_scaling, torch.float32)
     training = len(task.inputs) - settings.held_out
 
+    def shaped(name: str) -> Tensor:
+        return params[name].unflatten(0, getattr(start, name).shape[:-1])
+
     def loss_of(window: int) -> Tensor:
+        trained = replace(plain, **{name: shaped(name) for name in TRAINED})
         hidden = task.inputs[window, None].to(device)
         with torch.autocast(device.type, dtype=compute, enabled=compute != torch.float32):
             out = attend_expanded(trained, hidden, positions, table)
@@ -80,7 +87,7 @@ def heal_layer(
 
     rates = {name: settings.lr * params[name].detach().square().mean().sqrt().item() for name in TRAINED}
     groups = [{"params": [params[name]], "name": name} for name in TRAINED if params[name].numel()]
-    optimiser = torch.optim.Adam(groups, betas=(0.9, 0.98))
+    optimiser = torch.optim.Muon(groups, momentum=MOMENTUM, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     generator = torch.Generator().manual_seed(settings.seed)
     before = best = judge()
     kept: dict[str, Tensor] = {}
@@ -96,7 +103,7 @@ def heal_layer(
         if (step + 1) % max(1, settings.steps // CHECKS) == 0 or step + 1 == settings.steps:
             now = judge()
             if now < best:  # a NaN is not
-                best, kept = now, {name: params[name].detach().double() for name in TRAINED}
+                best, kept = now, {name: shaped(name).detach().double() for name in TRAINED}
     healed = replace(start, **kept) if kept else layer  # type: ignore[arg-type]
     return healed, HealReport(before, best)
 

@@ -32,7 +32,7 @@ from mla_convert.nats import Lost, in_nats, left_out
 from mla_convert.plan_recipe import PlanRecipe
 from mla_convert.projections import SourceAttention, source_attention
 from mla_convert.report import progress
-from mla_convert.sizes import Size, full_rank, source_numbers, unseen_pairs
+from mla_convert.sizes import Size, doubts, full_rank, source_numbers
 from mla_convert.stream import LayerStream
 from mla_convert.texts import read_documents, text_hash
 
@@ -154,10 +154,9 @@ def rate_distortion(recipe: PlanRecipe) -> Curve:
 def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[LayerReport]]]:
     """For every total the split with the least prediction, and that prediction layer by layer.
 
-    Splits that lose a rotation which the windows cannot show are predicted too low: only where nothing else fits.
+    Splits that `doubts` names are predicted too low: only where nothing else fits.
     """
     spec, plans = work.spec, rope_plans(work.spec, work.recipe.window)
-    blind = [bool(unseen_pairs(spec, plan, work.recipe.window)) for plan in plans]
     fitting = [
         [
             t - plan.qk_rope_head_dim
@@ -176,7 +175,11 @@ def _best_splits(work: _Work, totals: list[int]) -> list[tuple[Size, list[LayerR
     best = []
     for total in totals:
         choices = [
-            (blind[place], sum(by_rank[total - plan.qk_rope_head_dim].total for by_rank in losses[place]), place)
+            (
+                doubts(spec, Size(total - plan.qk_rope_head_dim, plan), work.recipe.window),
+                sum(by_rank[total - plan.qk_rope_head_dim].total for by_rank in losses[place]),
+                place,
+            )
             for place, plan in enumerate(plans)
             if total - plan.qk_rope_head_dim in fitting[place]
         ]

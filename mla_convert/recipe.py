@@ -29,12 +29,12 @@ class HealSettings:
     steps: int
     windows: int = 64
     held_out: int = 4
-    lr: float = 5e-4
+    lr: float = 0.02
     seed: int = 0  # of the order of the windows
 
     @classmethod
     def parse(cls, text: str) -> "HealSettings":
-        """From "steps=200" or "steps=200,windows=128,lr=0.0005". Raises BadOption naming the key or value."""
+        """From "steps=200" or "steps=200,windows=128,lr=0.02". Raises BadOption naming the key or value."""
         values: dict[str, int | float] = {}
         for part in text.split(","):
             key, _, value = part.strip().partition("=")
@@ -173,7 +173,7 @@ class HealRecipe(Recipe):
     steps: int = option("Optimiser steps per layer, one window each.", 200, at_least=1)
     windows: int = option("Windows of text used, those held out included.", 64, at_least=2)
     held_out: int = option("Windows that judge and are not trained on.", 4, at_least=1)
-    lr: float = option("Step size relative to the rms of each matrix.", 5e-4)
+    lr: float = option("Step size relative to the rms of each matrix.", 0.02)
     data: tuple[str, ...] = option(_CALIB_HELP + "the calibration part.", ())
     window: int = option("Window length, tokens.", 1024, at_least=2)
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")

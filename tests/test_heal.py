@@ -72,7 +72,7 @@ def test_healing_lowers_every_layer_of_a_converted_model(tmp_path: Path) -> None
         "source": str(source), "kv_lora_rank": 14, "qk_rope_head_dim": 6, "window": 64, "calib_windows": 24,
         "calib_data": (str(tmp_path / "text.txt"),), "rope_stride": 1,
     }  # fmt: skip
-    healed = mla_convert.convert(out=str(tmp_path / "healed"), heal="steps=60,windows=24,lr=0.003", **common)
+    healed = mla_convert.convert(out=str(tmp_path / "healed"), heal="steps=60,windows=24", **common)
     assert len(healed.healing) == 4 and all(r.after < r.before for r in healed.healing)
     record = json.loads((tmp_path / "healed" / "conversion.json").read_text())
     assert record["heal"]["tokens"] == 60 * 64 and len(record["heal"]["layers"]) == 4
@@ -97,7 +97,7 @@ def test_heal_command_on_a_written_folder(tmp_path: Path) -> None:
     )
     result = mla_convert.heal(
         source=str(source), converted=str(tmp_path / "plain"), out=str(tmp_path / "healed"), steps=40, windows=20,
-        window=64, lr=3e-3, data=(str(tmp_path / "text.txt"),),
+        window=64, data=(str(tmp_path / "text.txt"),),
     )  # fmt: skip
     assert all(r.after < r.before for r in result.healing)
     record = json.loads((tmp_path / "healed" / "conversion.json").read_text())
