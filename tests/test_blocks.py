@@ -89,11 +89,14 @@ def test_autocast_takes_the_blocks_and_gives_float32_gradients(monkeypatch: pyte
         found = run(attention, 150, torch.float32)
     assert calls == [torch.float32] and {x.dtype for x in found[1:]} == {torch.float32}
     assert distance(found, [x.double() for x in plain]) < 0.02  # measured 0.0064
-    # a softcap, a mask of another kind, other lengths: not theirs
+    # a soft cap, a mask of another kind, other lengths, a model in bfloat16: not theirs
     query, key, value, _ = (x.bfloat16() for x in operands(9))
+    mask = causal_mask(9, 9, query.device)
     calls.clear()
-    expanded_attention(query, key, value, SCALE, causal_mask(9, 9, query.device), softcap=5.0)
-    expanded_attention(query, key, value, SCALE, torch.ones(1, 1, 9, 9, dtype=torch.bool).tril())
-    expanded_attention(query[..., 4:, :], key, value, SCALE, causal_mask(5, 9, query.device))
-    expanded_attention(query, key, value, SCALE)
+    with torch.autocast("cpu", torch.bfloat16):
+        expanded_attention(query, key, value, SCALE, mask, softcap=5.0)
+        expanded_attention(query, key, value, SCALE, torch.ones(1, 1, 9, 9, dtype=torch.bool).tril())
+        expanded_attention(query[..., 4:, :], key, value, SCALE, causal_mask(5, 9, query.device))
+        expanded_attention(query, key, value, SCALE)
+    expanded_attention(query, key, value, SCALE, mask)
     assert not calls

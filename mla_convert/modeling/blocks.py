@@ -16,11 +16,13 @@ KEPT_BYTES = 64 * 2**20  # weights of a call up to this size are kept for the gr
 
 
 def fits(query: Tensor, key: Tensor) -> bool:
-    """Whether products of `query` run in bfloat16 on a CPU, and every query sees the keys up to its own."""
-    if query.device.type != "cpu" or query.shape[-2] != key.shape[-2]:
+    """Whether autocast asks for bfloat16 on a CPU, and every query sees the keys up to its own.
+
+    Not for models that are themselves bfloat16: the fused kernel keeps their scores in float32.
+    """
+    if query.device.type != "cpu" or query.shape[-2] != key.shape[-2] or not torch.is_autocast_enabled("cpu"):
         return False
-    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return bool(query.dtype == torch.bfloat16 or (autocast and query.dtype == torch.float32))
+    return torch.get_autocast_dtype("cpu") == torch.bfloat16 and query.dtype in (torch.bfloat16, torch.float32)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
