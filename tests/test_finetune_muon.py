@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_finetune_native import convert
-from tuning import Made, made_in, tune, weights
+from tuning import Made, made_in, native_made_in, tune, weights
 
 from mla_convert.errors import BadOption, MlaConvertError
 from mla_convert.finetune_recipe import FinetuneRecipe
@@ -24,7 +23,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.mark.parametrize("train", ["attention", "layers"])
 def test_muon_wins_and_continues_where_it_was_stopped(made: Made, tmp_path: Path, train: str) -> None:
     whole = tune(made, tmp_path / "whole", train=train, **MUON)
-    assert whole.kl_after < 0.95 * whole.kl_before
+    assert whole.kl_after < 0.9 * whole.kl_before  # measured 0.80 and 0.73
     calls = 0
     forward = Student.forward
 
@@ -50,6 +49,6 @@ def test_what_muon_cannot_move_is_refused(made: Made, tmp_path: Path) -> None:
         FinetuneRecipe(source="a", converted="b", out="c", train="all", optimizer="muon")
     with pytest.raises(BadOption, match="train=lora"):
         FinetuneRecipe(source="a", converted="b", out="c", train="lora", optimizer="muon")
-    experts = convert(tmp_path, "mixtral")
+    experts = native_made_in(tmp_path, "mixtral")
     with pytest.raises(BadOption, match=r"experts\.\w+ has 3 dimensions .*use --train attention"):
         tune(experts, tmp_path / "out", train="layers", **MUON)

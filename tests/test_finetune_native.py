@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import edit_json, tiny_model
-from tuning import WINDOW, Made, random_text, tune, weights
+from tuning import WINDOW, Made, native_made_in, tune, weights
 
 import mla_convert
 from mla_convert.errors import BadOption
@@ -16,27 +15,13 @@ from mla_convert.train_form import choose_trained, latents, merge_adapters, open
 from mla_convert.train_model import Student
 
 CPU = torch.device("cpu")
-KEEP = {"gemma3_text": "auto", "qwen2": "1"}
 # Keys and values of a norm feed the latent; so do hidden states with biases; soft caps; experts in files of their own.
 KINDS = ("qwen3", "gemma3_text", "qwen3_moe", "qwen2", "gemma2", "mixtral")
 
 
-def convert(folder: Path, family: str, **options: Any) -> Made:
-    source = tiny_model(folder / "source", family, projection_std=0.12)
-    if family == "qwen2":
-        edit_json(source / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")  # as Qwen's checkpoints say
-    text = random_text(folder)
-    sizes: dict[str, Any] = {"kv_lora_rank": 9, "qk_rope_head_dim": 6, "rope_stride": 1}
-    mla_convert.convert(
-        source=str(source), out=str(folder / "converted"), calib_data=(text,), calib_windows=8, window=64,
-        **sizes | {"format": "native", "keep_layers": KEEP.get(family, "none")} | options,
-    )  # fmt: skip
-    return str(source), str(folder / "converted"), text
-
-
 @pytest.fixture(scope="module")
 def all_made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
-    return {family: convert(tmp_path_factory.mktemp(family), family) for family in KINDS}
+    return {family: native_made_in(tmp_path_factory.mktemp(family), family) for family in KINDS}
 
 
 def passes(source: str, out: Path) -> None:
@@ -90,7 +75,7 @@ def test_two_steps_lower_the_loss(all_made: dict[str, Made], tmp_path: Path, fam
 @pytest.mark.parametrize("train", ["attention", "all"])
 def test_a_stock_folder_with_biases_trains_too(tmp_path: Path, train: str) -> None:
     """Its query latent, identity and constant of about 1e-8, carries the biases and stays as it is."""
-    made, out = convert(tmp_path, "qwen2", format="stock", keep_layers="none"), tmp_path / "out"
+    made, out = native_made_in(tmp_path, "qwen2", format="stock", keep_layers="none"), tmp_path / "out"
     result = tune(made, out, train=train)
     assert result.kl_after < 0.95 * result.kl_before
     before, after = weights(made[1]), weights(out)
@@ -170,7 +155,7 @@ def test_other_choices_of_what_is_trained(all_made: dict[str, Made], tmp_path: P
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite"])
 @pytest.mark.parametrize("options", [{"hidden_weight": 0.1}, {"cache_logits": 263}, {"gradient_checkpointing": True}])
 def test_other_losses(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
-    made = convert(tmp_path, family)
+    made = native_made_in(tmp_path, family)
     plain = tune(made, tmp_path / "plain", tokens=2 * 4 * WINDOW)
     result = tune(made, tmp_path / "out", tokens=2 * 4 * WINDOW, **options)
     # measured: cached 8.6e-6, checkpointed 0; hidden states, the control, at least 4.6e-2

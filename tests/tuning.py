@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import edit_json, tiny_model, tiny_tokenizer
 
 import mla_convert
 from mla_convert.finetune import FinetuneResult
@@ -15,6 +15,7 @@ from mla_convert.loading import load_tokenizer
 WINDOW, STEPS = 32, 12
 PROJECTIONS = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # trained by default
 WORDS = ["the", "a", "of", "model", "cache", "latent", "key", "value", "head", "token"]
+KEEP = {"gemma3_text": "auto", "qwen2": "1"}  # layers kept as they are
 Made = tuple[str, str, str]  # source, conversion, text
 
 
@@ -37,6 +38,20 @@ def made_in(folder: Path) -> Made:
     size: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4}
     data = {"calib_data": (text,), "calib_windows": 8, "window": 128}
     mla_convert.convert(source=str(source), out=str(folder / "converted"), **size, **data)
+    return str(source), str(folder / "converted"), text
+
+
+def native_made_in(folder: Path, family: str, **options: Any) -> Made:
+    """A tiny model of `family`, its native conversion, a text."""
+    source = tiny_model(folder / "source", family, projection_std=0.12)
+    if family == "qwen2":
+        edit_json(source / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")  # as Qwen's checkpoints say
+    text = random_text(folder)
+    sizes: dict[str, Any] = {"kv_lora_rank": 9, "qk_rope_head_dim": 6, "rope_stride": 1}
+    mla_convert.convert(
+        source=str(source), out=str(folder / "converted"), calib_data=(text,), calib_windows=8, window=64,
+        **sizes | {"format": "native", "keep_layers": KEEP.get(family, "none")} | options,
+    )  # fmt: skip
     return str(source), str(folder / "converted"), text
 
 
