@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from mla_convert.factor import roots, slot_sizes
 from mla_convert.family_table import FAMILIES
 from mla_convert.layer import MLALayer, attend_expanded, latent_inputs, rotation_table
+from mla_convert.muon import Muon
 from mla_convert.recipe import HealSettings
 from mla_convert.stream import LatentAttention, LayerStream
 
 logger = logging.getLogger(__name__)
 
 TRAINED = ("W_UQ", "W_QR", "W_DKV", "W_KR", "W_UK", "W_UV")
-MOMENTUM = 0.9
 CHECKS = 4  # times the held-out loss is looked at; the best weights win
 IN_MEMORY = 1 << 30  # bytes of one set of hidden states above which it lives in a file
 
@@ -62,8 +62,8 @@ def heal_layer(
 ) -> tuple[MLALayer, HealReport]:
     """Fit `layer` (fp64) to `task`, products in `compute`; returns the better of before and after."""
     start = with_unit_latent(layer, task.inputs)
-    # Muon moves matrices: one row per head and dimension.
-    params = {name: getattr(start, name).float().flatten(0, -2).requires_grad_() for name in TRAINED}
+    # One matrix each for Muon: a row per head and dimension.
+    params: dict[str, Tensor] = {name: getattr(start, name).float().flatten(0, -2).requires_grad_() for name in TRAINED}
     plain = start.to(torch.float32)
     device = layer.W_DKV.device
     positions = torch.arange(task.inputs.shape[1], device=device)[None]
@@ -71,10 +71,10 @@ def heal_layer(
     training = len(task.inputs) - settings.held_out
 
     def shaped(name: str) -> Tensor:
-        return params[name].unflatten(0, getattr(start, name).shape[:-1])
+        return params[name].view(getattr(start, name).shape)
 
     def loss_of(window: int) -> Tensor:
-        trained = replace(plain, **{name: shaped(name) for name in TRAINED})
+        trained = replace(plain, **{name: shaped(name) for name in TRAINED})  # type: ignore[arg-type]
         hidden = task.inputs[window, None].to(device)
         with torch.autocast(device.type, dtype=compute, enabled=compute != torch.float32):
             out = attend_expanded(trained, hidden, positions, table)
@@ -87,7 +87,7 @@ def heal_layer(
 
     rates = {name: settings.lr * params[name].detach().square().mean().sqrt().item() for name in TRAINED}
     groups = [{"params": [params[name]], "name": name} for name in TRAINED if params[name].numel()]
-    optimiser = torch.optim.Muon(groups, momentum=MOMENTUM, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    optimiser = Muon(groups, compute=compute)
     generator = torch.Generator().manual_seed(settings.seed)
     before = best = judge()
     kept: dict[str, Tensor] = {}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mla_convert.errors import BadOption, MlaConvertError
+from mla_convert.muon import Muon
 from mla_convert.report import quiet
 from mla_convert.train_data import TrainingText, WindowDataset
 from mla_convert.train_form import biases
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 BEST = "best.safetensors"
 BETAS = (0.9, 0.98)
-MUON_SIZE = "match_rms_adamw"  # steps of 0.2 times the step size in every matrix (arXiv:2502.16982, section 2.2)
 CHECKPOINT_FILES = ("trainer_state.json", "scheduler.pt")  # the Trainer writes the state last
 
 
@@ -67,7 +67,7 @@ class DistillTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # windows have one length, so a mean of means is the mean
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW or Muon without decay, one group per matrix. Raises BadOption for what Muon cannot move."""
+        """AdamW or Muon without decay, one group per matrix. Raises BadOption for Muon under FSDP."""
         if self.optimizer is None:
             groups = [
                 {"params": [p], "lr": self.args.learning_rate * self.rates[_plain(name)]}
@@ -75,24 +75,16 @@ class DistillTrainer(Trainer):
                 if p.requires_grad
             ]
             if self.method == "muon":
-                self._check_muon()
-                self.optimizer = torch.optim.Muon(groups, weight_decay=0.0, momentum=BETAS[0], adjust_lr_fn=MUON_SIZE)
+                if self.is_fsdp_enabled:
+                    raise BadOption(
+                        "optimizer=muon needs whole matrices and FSDP shards them; use --optimizer adamw, or a config "
+                        "of accelerate without FSDP"
+                    )
+                compute = torch.bfloat16 if self.args.bf16 else torch.float32
+                self.optimizer = Muon(groups, self.args.learning_rate, compute=compute)
             else:
                 self.optimizer = torch.optim.AdamW(groups, lr=self.args.learning_rate, betas=BETAS, weight_decay=0.0)
         return self.optimizer
-
-    def _check_muon(self) -> None:
-        for name, parameter in self.student.named_parameters():
-            if parameter.requires_grad and parameter.ndim != 2:
-                raise BadOption(
-                    f"optimizer=muon moves matrices, and {_plain(name)} has {parameter.ndim} dimensions (experts are "
-                    "stacked); use --train attention, or --optimizer adamw"
-                )
-        if self.is_fsdp_enabled:
-            raise BadOption(
-                "optimizer=muon needs whole matrices and FSDP shards them; use --optimizer adamw, or a config of "
-                "accelerate without FSDP"
-            )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[int]:
         return torch.utils.data.SequentialSampler(self.text.order)  # the order is drawn in train_data
