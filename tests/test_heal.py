@@ -9,6 +9,7 @@ import torch
 from tiny import tiny_model
 
 import mla_convert
+from mla_convert import healing
 from mla_convert.errors import BadOption
 from mla_convert.healing import LayerTask, heal_layer, with_unit_latent
 from mla_convert.layer import MLALayer, attend_expanded
@@ -56,6 +57,17 @@ def test_a_damaged_layer_is_repaired_and_a_perfect_one_left_as_it_was() -> None:
     assert report.after < 0.3 * report.before  # measured 0.074
     same, unchanged = heal_layer(layer, task_for(layer), replace(settings, lr=1.0), torch.float32)
     assert same is layer and unchanged.after == unchanged.before  # a step size that can only harm
+
+
+def test_where_the_step_size_harms_a_smaller_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = random_layer()
+    damaged = replace(layer, W_UV=layer.W_UV * 1.1)
+    settings, shown = HealSettings(steps=40, windows=10, held_out=3, lr=0.2), list[int]()
+    _, report = heal_layer(damaged, task_for(layer), settings, torch.float32, shown.append)
+    assert report.after < 0.5 * report.before and sum(shown) == 40  # measured 0.20
+    monkeypatch.setattr(healing, "STEP_SIZES", (1.0,))
+    same, report = heal_layer(damaged, task_for(layer), settings, torch.float32)
+    assert same is damaged and report.after == report.before  # control
 
 
 def test_bad_inputs_never_win() -> None:
