@@ -24,6 +24,11 @@ class Student(nn.Module):
         # what FSDP gathers at a time where its config names no class
         self._no_split_modules = [type(decoder(model).layers[0]).__name__]  # type: ignore[index]
 
+        self._keys_to_ignore_on_save: list[str] = []  # names that a checkpoint lacks; the Trainer reads it
+
+    def tie_weights(self) -> None:
+        """The Trainer calls this after loading a checkpoint without some names; nothing was untied."""
+
     def forward(self, input_ids: Tensor, teacher: dict[str, Tensor], judge: bool = False) -> dict[str, Tensor]:
         """Scalars loss, kl and ce (nats per predicted token) of windows [batch, tokens].
 

@@ -57,6 +57,9 @@ class DistillTrainer(Trainer):
         self.rates = {
             name: (p.detach().square().mean().sqrt().item() or 1.0) if relative else 1.0 for name, p in trained.items()
         }
+        # Checkpoints hold what changes: a tenth of the model by default, and never a tied embedding under two names.
+        self.changing = trained.keys() | self.carried
+        student._keys_to_ignore_on_save = sorted(student.state_dict().keys() - self.changing)
         super().__init__(
             model=student,
             args=args,
@@ -85,6 +88,10 @@ class DistillTrainer(Trainer):
             else:
                 self.optimizer = torch.optim.AdamW(groups, lr=self.args.learning_rate, betas=BETAS, weight_decay=0.0)
         return self.optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        whole = self.student.state_dict() if state_dict is None else state_dict
+        super()._save(output_dir, {name: tensor for name, tensor in whole.items() if name in self.changing})
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[int]:
         return torch.utils.data.SequentialSampler(self.text.order)  # the order is drawn in train_data

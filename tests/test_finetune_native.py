@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tuning import WINDOW, Made, native_made_in, tune, weights
 
 import mla_convert
@@ -166,12 +167,18 @@ def test_other_losses(tmp_path: Path, family: str, options: dict[str, Any]) -> N
     assert result.kl_before == pytest.approx(plain.kl_before, rel=1e-5) and result.kl_after < result.kl_before
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "tied", "train"),
+    [("gemma3_text", True, "attention"), ("qwen2", False, "attention"), ("qwen3", True, "all")],
+)
 def test_a_killed_run_continues_as_if_it_had_not_been(
-    all_made: dict[str, Made], tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, tied: bool, train: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, out = all_made[family], tmp_path / "out"
-    whole = tune(made, tmp_path / "whole")
+    """Also where head and embedding are one tensor, which may stand in a checkpoint once only."""
+    made, out = native_made_in(tmp_path, family, tied), tmp_path / "out"
+    assert ("lm_head.weight" in weights(made[1])) != tied
+    options: dict[str, Any] = {"train": train, "learning_rate": 1e-3}
+    whole = tune(made, tmp_path / "whole", **options)
     original, calls = Student.forward, [0]
 
     def forward(self: Student, *args: Any, **kwargs: Any) -> Any:
@@ -183,9 +190,13 @@ def test_a_killed_run_continues_as_if_it_had_not_been(
     with monkeypatch.context() as patch:
         patch.setattr(Student, "forward", forward)
         with pytest.raises(KeyboardInterrupt):
-            tune(made, out)
+            tune(made, out, **options)
     assert not out.exists()
-    assert tune(made, out).curve == whole.curve
+    (saved,) = (tmp_path / "out.training").glob("checkpoint-8/model.safetensors")
+    assert any("mlp" in name for name in load_file(saved)) == (train == "all")  # what does not change is not saved
+    assert tune(made, out, **options).curve == whole.curve
+    assert weights(out).keys() == weights(tmp_path / "whole").keys()
+    passes(made[0], out)
     for name, tensor in weights(tmp_path / "whole").items():
         assert torch.equal(tensor, weights(out)[name]), name
 

@@ -41,9 +41,9 @@ def made_in(folder: Path) -> Made:
     return str(source), str(folder / "converted"), text
 
 
-def native_made_in(folder: Path, family: str, **options: Any) -> Made:
-    """A tiny model of `family`, its native conversion, a text."""
-    source = tiny_model(folder / "source", family, projection_std=0.12)
+def native_made_in(folder: Path, family: str, tied: bool = False, **options: Any) -> Made:
+    """A tiny model of `family`, its native conversion, a text. tied: head and embedding are one tensor."""
+    source = tiny_model(folder / "source", family, projection_std=0.12, tie_word_embeddings=tied)
     if family == "qwen2":
         edit_json(source / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")  # as Qwen's checkpoints say
     text = random_text(folder)
