@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mla_convert import report
 from mla_convert.cache_size import layer_numbers
 from mla_convert.errors import BadCheckpoint, BadOption
-from mla_convert.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
+from mla_convert.loading import check_models, load_model, load_tokenizer, resolve_device, resolve_dtype
 from mla_convert.measure import peak_rss
 from mla_convert.recipe import EvalRecipe
 from mla_convert.scoring import Head, TokenScores, Windows, full_windows, head, hidden_states, score
@@ -78,10 +78,11 @@ def evaluate(recipe: EvalRecipe) -> EvalResult:
         raise BadOption(f"suite={recipe.suite}: call mla_convert.run_suite with this recipe")
     device, dtype = resolve_device(recipe.device), resolve_dtype(recipe.dtype)
     report.check_targets(recipe.json, recipe.plot)
-    documents = read_documents(recipe.eval_data, part="eval")
-    windows, stride, bos = _common_windows(recipe, documents)
     order = [m for m in (recipe.reference,) if m is not None]
     order += [m for m in recipe.models if m not in order]
+    check_models(order)
+    documents = read_documents(recipe.eval_data, part="eval")
+    windows, stride, bos = _common_windows(recipe, documents)
     by_name: dict[str, ModelScore] = {}
     reference: tuple[Head, torch.Tensor] | None = None
     with report.progress("evaluating", "tokens", len(order) * int(windows.mask.sum())) as advance:

@@ -16,7 +16,7 @@ from mla_convert import report
 from mla_convert.attention_shape import read_config
 from mla_convert.errors import BadOption
 from mla_convert.lm_harness import check_installed
-from mla_convert.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
+from mla_convert.loading import check_models, load_model, load_tokenizer, resolve_device, resolve_dtype
 from mla_convert.part_store import PartStore
 from mla_convert.recipe import EvalRecipe
 from mla_convert.suite import Suite, read_suite
@@ -75,8 +75,9 @@ def run_suite(recipe: EvalRecipe) -> SuiteResult:
         check_installed()
     device = resolve_device(recipe.device)
     resolve_dtype(recipe.dtype)
-    store = PartStore(recipe.parts)
     first = recipe.reference or recipe.models[0]
+    check_models((first, *recipe.models))
+    store = PartStore(recipe.parts)
     entries = _entries(recipe, suite, store, first)
     tokenizer = load_tokenizer(first)
     texts = read_texts(suite, tokenizer)

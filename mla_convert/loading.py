@@ -7,6 +7,7 @@ verify and evaluate.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,21 @@ def resolve_dtype(dtype: str) -> torch.dtype:
     if dtype not in DTYPES:
         raise BadOption(f'dtype="{dtype}" is not one of {", ".join(DTYPES)}')
     return DTYPES[dtype]
+
+
+def check_models(sources: Iterable[str]) -> None:
+    """Raises BadCheckpoint for the first of `sources` that names no model; reads configs only, before any long work."""
+    for source in sources:
+        name, kwargs = locate(source)
+        if "gguf_file" in kwargs:
+            continue  # locate has seen the file
+        try:
+            AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except Exception as error:  # transformers raises a dozen unrelated classes here
+            raise BadCheckpoint(
+                f"{source}: no folder of a model, and no model of the hub that could be reached "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); check the name"
+            ) from error
 
 
 def load_model(source: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

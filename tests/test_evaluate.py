@@ -1,3 +1,4 @@
+import importlib
 import json
 import logging
 import math
@@ -13,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 import mla_convert
 from mla_convert import report
-from mla_convert.errors import BadOption, UnsupportedSource
+from mla_convert.errors import BadCheckpoint, BadOption, UnsupportedSource
 from mla_convert.evaluate import cache_bytes, cache_bytes_per_token
 from mla_convert.scoring import full_windows, head, hidden_states, padded_windows, score
 from mla_convert.texts import token_windows
@@ -183,9 +184,23 @@ def test_a_head_that_is_no_linear_map_is_refused() -> None:
         head(model)
 
 
-def test_unusable_options_are_named_before_any_model_is_loaded(files: dict[str, str], tmp_path: Path) -> None:
+def test_unusable_options_are_named_before_any_model_is_loaded(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(BadOption, match=r"nowhere/x\.json: its folder does not exist"):
         run(files, "llama", json=str(tmp_path / "nowhere" / "x.json"))
+    loaded = list[str]()
+    module = importlib.import_module("mla_convert.evaluate")  # the package has a function of that name
+    monkeypatch.setattr(module, "load_model", lambda name, *rest: loaded.append(name))
+    with pytest.raises(BadCheckpoint, match=r"absent: no folder of a model, and no model of the hub that could be"):
+        mla_convert.evaluate(models=(files["llama"], "absent"), eval_data=(files["text"],))
+    with pytest.raises(BadCheckpoint, match="absent: no folder of a model"):
+        mla_convert.run_suite(
+            models=(files["llama"], "absent"),
+            suite=str(Path(__file__).parents[1] / "eval" / "suites" / "quick.yaml"),
+            reference=files["llama"],
+        )
+    assert loaded == []
     small = tiny_text.llama(vocab_size=50)
     windows = full_windows(torch.full((1, 8), 60))
     with pytest.raises(BadOption, match=r"token id 60 is outside the 50"):
