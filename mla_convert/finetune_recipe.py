@@ -44,7 +44,7 @@ class FinetuneRecipe(Recipe):
         choices=("adamw", "muon"),
     )
     learning_rate: float = option(
-        "Peak step size, relative to the rms of each matrix (of lora adapters: absolute). With muon try 0.005.", 5e-4
+        "Peak step size, relative to the rms of each matrix (of lora adapters: absolute). With muon try 0.002.", 5e-4
     )
     kd_weight: float = option(
         "Loss = kd_weight * T^2 KL(source || model) at temperature T + (1 - kd_weight) * cross-entropy, 0 to 1.", 1.0
