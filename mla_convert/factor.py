@@ -19,7 +19,7 @@ C^1/2, which is the start; alternating least squares then uses the true C_b. Eve
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -27,6 +27,8 @@ from torch import Tensor
 
 FLOOR = 1e-10  # eigenvalues below this fraction of the largest are noise: eigh's error is about 1e-15 of it
 SWEEPS = 4  # of alternating least squares; the loss falls by under 1 % per sweep after that
+GROWN_FROM = 0.9  # share of the values' rank that is fitted first; 0.75 does nearly as well
+NOTHING = 1e-6  # share of a block's size below which nothing of it is lost
 RIDGE = 1e-9  # the same for the inverses inside alternating least squares, relative to the mean eigenvalue
 
 
@@ -151,21 +153,60 @@ def refit_down(blocks: Sequence[Block], W_DKV: Tensor, ups: Sequence[Tensor], st
 def factor(blocks: Sequence[Block], rank: int, covariance: Tensor, sweeps: int = SWEEPS, cg_steps: int = 10) -> Factors:
     """Fit one W_DKV of `rank` rows and an up-projection per block.
 
-    Starts from `truncated_svd`; keeps the best of all sweeps, so the loss never rises. sweeps=0 is the
-    truncated SVD with up-projections fitted to it.
+    Starts from `truncated_svd`, and from `_grown` too where that may be a trap; keeps the best of all sweeps, so the
+    loss never rises. sweeps=0 is the truncated SVD with up-projections fitted to it.
     """
     E = orthonormal_rows(truncated_svd(blocks, rank, covariance)[0])
+    found = _fitted(blocks, E, sweeps, cg_steps)
+    whole = _rows_taken_whole(blocks, E)
+    if sweeps and 1 < whole < rank:
+        grown = _grown(blocks, rank, int(GROWN_FROM * whole), covariance, cg_steps)
+        other = _fitted(blocks, grown, sweeps, cg_steps)
+        if min(other.losses) < min(found.losses):
+            return replace(other, losses=[found.losses[0], *other.losses])
+    return found
+
+
+def _fitted(blocks: Sequence[Block], E: Tensor, sweeps: int, cg_steps: int) -> Factors:
+    """The best of `sweeps` sweeps from E."""
     ups = fit_ups(blocks, E)
     best, losses = (E, ups), [loss_of(blocks, E, ups)]
     for _ in range(sweeps):
-        E = orthonormal_rows(refit_down(blocks, E, ups, cg_steps))
-        ups = fit_ups(blocks, E)
+        E, ups = _swept(blocks, E, ups, cg_steps)
         losses.append(loss_of(blocks, E, ups))
         if losses[-1] < min(losses[:-1]):
             best = (E, ups)
         else:
             break
     return Factors(best[0], list(best[1]), losses)
+
+
+def _swept(blocks: Sequence[Block], E: Tensor, ups: Sequence[Tensor], cg_steps: int) -> tuple[Tensor, list[Tensor]]:
+    E = orthonormal_rows(refit_down(blocks, E, ups, cg_steps))
+    return E, fit_ups(blocks, E)
+
+
+def _rows_taken_whole(blocks: Sequence[Block], E: Tensor) -> int:
+    """Rows of the blocks of which E leaves nothing out."""
+    found = 0
+    for block, up in zip(blocks, fit_ups(blocks, E), strict=True):
+        nothing, lost = torch.zeros_like(up), loss_of([block], E, [up])
+        found += len(block.W) if lost < NOTHING * loss_of([block], E, [nothing]) else 0
+    return found
+
+
+def _grown(blocks: Sequence[Block], rank: int, fewer: int, covariance: Tensor, cg_steps: int) -> Tensor:
+    """W_DKV of `fewer` rows after two sweeps, and the leading directions of what it leaves out.
+
+    With more rows than all values have, the truncated SVD takes the values whole and sweeps give nothing back to the
+    keys. SmolLM2, layer 3, 198 + 58, after four sweeps: 0.0020 from the SVD, 0.0011 grown; 192 + 64 has 0.0007.
+    """
+    E = orthonormal_rows(truncated_svd(blocks, fewer, covariance)[0])
+    ups = fit_ups(blocks, E)
+    for _ in range(2):
+        E, ups = _swept(blocks, E, ups, cg_steps)
+    left = [replace(block, W=block.W - up @ E) for block, up in zip(blocks, ups, strict=True)]
+    return orthonormal_rows(torch.cat([E, truncated_svd(left, rank - fewer, covariance)[0]]))
 
 
 def losses_by_rank(blocks: Sequence[Block], ranks: Sequence[int], covariance: Tensor | None) -> dict[int, float]:

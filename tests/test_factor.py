@@ -116,6 +116,19 @@ def test_sweeps_lower_the_loss_where_moments_differ() -> None:
     assert brute_loss(blocks, found.W_DKV.roll(1, 1), found.ups) > 100 * found.losses[-1]  # measured 349
 
 
+def test_a_latent_wider_than_the_values_does_not_hold_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values so large that the truncated SVD takes all their 11 rows, and few directions that keys need."""
+    (one, other, values), C = alike(1)
+    keys = positive(HIDDEN, 71).matrix_power(3)
+    blocks = [replace(one, C=keys), replace(other, C=keys), Block(100 * values.W, values.M, positive(HIDDEN, 91))]
+    found = factor(blocks, 15, C)
+    monkeypatch.setattr("mla_convert.factor.NOTHING", 0.0)
+    trapped = factor(blocks, 15, C)
+    assert found.losses[0] == trapped.losses[0]
+    assert min(found.losses) < 0.8 * min(trapped.losses)  # measured 0.62
+    assert brute_loss(blocks, found.W_DKV, found.ups) == pytest.approx(min(found.losses), rel=1e-9)
+
+
 def test_sweeps_change_nothing_where_the_truncated_svd_is_optimal() -> None:
     blocks, C = alike(2)
     found = factor(blocks, 9, C)
