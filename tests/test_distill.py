@@ -183,7 +183,7 @@ def test_a_text_that_is_all_held_out_is_refused(tmp_path: Path) -> None:
         ({"hidden_weight": 1.0, "cache_logits": 8}, "hidden_weight=1.0 needs .*cache_logits=8 does not keep"),
         ({"batch_size": 3, "micro_batch": 2}, "batch_size=3 is no multiple of micro_batch=2"),
         ({"tokens": 10, "window": 8, "batch_size": 2}, "tokens=10 is less than one step .* = 16"),
-        ({"train": "everything"}, "unknown train 'everything': use one of attention, all, lora"),
+        ({"train": "everything"}, "unknown train 'everything': use one of attention, layers, all, lora"),
         ({"dtype": "float16"}, "dtype=float16 is refused"),
         ({"data": ("a.txt:0.0",)}, "'a.txt:0.0' has weight 0.0; leave the text out"),
         ({"held_out": 0}, "held_out=0 is too small"),
