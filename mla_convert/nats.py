@@ -5,8 +5,8 @@ leaves out costs more than in proportion, because the errors of the layers add u
 
     nats = a rope + b latent^e
 
-a, b and e come from the measured sizes. On SmolLM2 (64 to 352 of 384 numbers) one power law of the sum is off by up to
-a third; nats per unit of the sum are 4.0 where only rotations are lost, 2.4 at 256 numbers and 4.6 at 64.
+a, b and e come from the measured sizes: four of ten predict the others within 10 % on SmolLM2 (64 to 352 of 384
+numbers), three within 16 %; one power law of the sum was off by a third.
 """
 
 from __future__ import annotations
