@@ -36,7 +36,10 @@ def test_mla_saves_98_percent_of_mha() -> None:
 
 @pytest.mark.parametrize("method", ["weighted", "pca"])
 def test_the_published_curve_is_predicted_from_four_of_its_sizes(method: str) -> None:
-    """SmolLM2, ten measured sizes; off by 10 % (weighted) and 13 % (pca) at most. Control: in proportion to the prediction, 77 % and 93 %."""
+    """SmolLM2, ten measured sizes: off by 10 % (weighted) and 13 % (pca) at most.
+
+    Control: in proportion to the prediction, by 77 % and 93 %.
+    """
     curve = json.loads((RESULTS / f"smollm2_135m_curve_{method}.json").read_text())["curve"]
     points = [(Lost(p["rope"], p["predicted"] - p["rope"]), p["measured"]) for p in curve["points"]]
     assert [p["numbers"] for p in curve["points"]] == list(range(64, 384, 32))
