@@ -134,7 +134,10 @@ def read_config(model: str) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, **extra)
         text = config.get_text_config()
     except Exception as error:  # transformers and the hub client raise a dozen unrelated classes here
-        raise BadCheckpoint(f"{model}: transformers cannot read a config.json there: {error}") from error
+        raise BadCheckpoint(
+            f"{model}: no folder of a model, and no model of the hub that could be reached; transformers cannot read a "
+            f"config.json there: {' '.join(str(error).split())[:200]}; check the name"
+        ) from error
     content: dict[str, Any] = text.to_dict()
     for key in ("num_attention_heads", "num_key_value_heads", "hidden_size", "num_hidden_layers", "head_dim"):
         value = getattr(text, key, None)  # families that name them otherwise map the common names

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from mla_convert.attention_shape import read_config
 from mla_convert.errors import BadCheckpoint, BadOption
 from mla_convert.locate import locate
 
@@ -60,16 +61,8 @@ def resolve_dtype(dtype: str) -> torch.dtype:
 def check_models(sources: Iterable[str]) -> None:
     """Raises BadCheckpoint for the first of `sources` that names no model; reads configs only, before any long work."""
     for source in sources:
-        name, kwargs = locate(source)
-        if "gguf_file" in kwargs:
-            continue  # locate has seen the file
-        try:
-            AutoConfig.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # transformers raises a dozen unrelated classes here
-            raise BadCheckpoint(
-                f"{source}: no folder of a model, and no model of the hub that could be reached "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); check the name"
-            ) from error
+        if "gguf_file" not in locate(source)[1]:  # of a GGUF the file itself was seen
+            read_config(source)
 
 
 def load_model(source: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
