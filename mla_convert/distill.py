@@ -17,8 +17,9 @@ from torch import Tensor
 
 from mla_convert.scoring import LOGIT_BYTES
 
-# Of a block of fp32 logits where the head is not trained: larger ones leave the processor's cache (five times slower on
-# a CPU). Where it is, every block adds to the head's gradient, so blocks are as large as memory allows.
+# Of a block of fp32 logits on a CPU where the head is not trained: larger ones leave the processor's cache, and passes
+# over them take five times as long. On a GPU every block reads the head again, and where the head is trained every
+# block adds to its gradient, so blocks are as large as memory allows.
 BLOCK_BYTES = 16 * 2**20
 TINY = 1e-6  # probability outside the kept logits below which it is rounding
 
@@ -90,9 +91,9 @@ def chunked_loss(
 
     Only the loss can be differentiated, by `hidden` and `weight` (the model's head). teacher(part): the source's
     logits of those tokens; finish: what makes logits of the head's products; rows: tokens per block, by default as many
-    as fill BLOCK_BYTES, or LOGIT_BYTES where `weight` is trained.
+    as fill BLOCK_BYTES, or LOGIT_BYTES on a GPU and where `weight` is trained.
     """
-    size = LOGIT_BYTES if weight.requires_grad else BLOCK_BYTES
+    size = BLOCK_BYTES if weight.device.type == "cpu" and not weight.requires_grad else LOGIT_BYTES
     rows = rows or max(1, size // (4 * weight.shape[0]))
 
     def block(h: Tensor, w: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
