@@ -173,7 +173,7 @@ class HealRecipe(Recipe):
     steps: int = option("Optimiser steps per layer, one window each.", 200, at_least=1)
     windows: int = option("Windows of text used, those held out included.", 64, at_least=2)
     held_out: int = option("Windows that judge and are not trained on.", 4, at_least=1)
-    lr: float = option("Step size relative to the rms of each matrix.", 0.02)
+    lr: float = option("Step size relative to the rms of each matrix.", HealSettings.lr)
     data: tuple[str, ...] = option(_CALIB_HELP + "the calibration part.", ())
     window: int = option("Window length, tokens.", 1024, at_least=2)
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")

@@ -65,7 +65,7 @@ def test_where_the_step_size_harms_a_smaller_one_is_tried(monkeypatch: pytest.Mo
     settings, shown = HealSettings(steps=40, windows=10, held_out=3, lr=0.2), list[int]()
     _, report = heal_layer(damaged, task_for(layer), settings, torch.float32, shown.append)
     assert report.after < 0.5 * report.before and sum(shown) == 40  # measured 0.20
-    monkeypatch.setattr(healing, "STEP_SIZES", (1.0,))
+    monkeypatch.setattr(healing, "SMALLER", 1.0)
     same, report = heal_layer(damaged, task_for(layer), settings, torch.float32)
     assert same is damaged and report.after == report.before  # control
 
