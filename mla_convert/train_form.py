@@ -173,24 +173,22 @@ def choose_trained(model: PreTrainedModel, train: str, lora_rank: int, seed: int
     """
     if train == "lora":
         _add_adapters(model, lora_rank, seed)
-    found = latents(model)
-    attention = {f"{latent.name}.{name}.weight" for latent in found for name in latent.trained}
-    fixed = {f"{latent.name}.{latent.down}.bias" for latent in found}
+    fixed = {f"{latent.name}.{latent.down}.bias" for latent in latents(model)}
     fixed |= {
         f"{latent.name}.{name}"
-        for latent in found
+        for latent in latents(model)
         if latent.stock
         for name in ("q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight")
     }
-    inside = _matrices_of_layers(model)
+    everything = {name for name, _ in model.named_parameters()}
+    chosen = {
+        "attention": _projections(model),
+        "layers": _matrices_of_layers(model) - fixed,
+        "all": everything - fixed,
+        "lora": {name for name in everything if "lora_" in name},
+    }[train]
     for name, parameter in model.named_parameters():
-        chosen = {
-            "attention": name in attention,
-            "layers": name in inside - fixed,
-            "all": name not in fixed,
-            "lora": "lora_" in name,
-        }
-        parameter.requires_grad_(chosen[train])
+        parameter.requires_grad_(name in chosen)
 
 
 def _add_adapters(model: PreTrainedModel, rank: int, seed: int) -> None:
@@ -216,10 +214,12 @@ def may_change(model: PreTrainedModel, train: str) -> set[str]:
     """The model's names of the tensors that training or the export may change, adapters merged."""
     if train == "all":
         return {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} | _norms(model)
-    trained = {f"{latent.name}.{name}.weight" for latent in latents(model) for name in latent.trained}
-    if train == "layers":
-        trained |= _matrices_of_layers(model)
+    trained = _matrices_of_layers(model) if train == "layers" else _projections(model)
     return trained | biases(model) | _norms(model)
+
+
+def _projections(model: PreTrainedModel) -> set[str]:
+    return {f"{latent.name}.{name}.weight" for latent in latents(model) for name in latent.trained}
 
 
 def _matrices_of_layers(model: PreTrainedModel) -> set[str]:

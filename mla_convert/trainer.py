@@ -50,7 +50,6 @@ class DistillTrainer(Trainer):
         optimizer: str = "adamw",
     ):
         self.student, self.teacher, self.judges, self.text = student, teacher, judges, text
-        self.carried = {f"model.{name}" for name in biases(student.model)}  # not trained, but not as they were
         self.method = optimizer
         trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
         # A step relative to the size of what it changes; measured before anything is sharded.
@@ -58,7 +57,7 @@ class DistillTrainer(Trainer):
             name: (p.detach().square().mean().sqrt().item() or 1.0) if relative else 1.0 for name, p in trained.items()
         }
         # Checkpoints hold what changes: a tenth of the model by default, and never a tied embedding under two names.
-        self.changing = trained.keys() | self.carried
+        self.changing = trained.keys() | {f"model.{name}" for name in biases(student.model)}  # which are carried along
         student._keys_to_ignore_on_save = sorted(student.state_dict().keys() - self.changing)
         super().__init__(
             model=student,
@@ -136,7 +135,7 @@ class DistillTrainer(Trainer):
             return
         tensors = {}
         for name, parameter in self.student.named_parameters():
-            if parameter.requires_grad or _plain(name) in self.carried:
+            if _plain(name) in self.changing:
                 whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # FSDP2 shards
                 tensors[_plain(name)] = whole.detach().cpu().contiguous()
         if self.is_world_process_zero():
