@@ -85,7 +85,8 @@ def allowed_sizes(recipe: ConvertRecipe, spec: SourceSpec, native: bool = False)
 def _least_doubtful(sizes: list[Size], spec: SourceSpec, window: int) -> list[Size]:
     """Those with the fewest `doubts`."""
     found = [doubts(spec, size, window) for size in sizes]
-    return [size for size, each in zip(sizes, found, strict=True) if each == min(found)]
+    least = min(found)
+    return [size for size, each in zip(sizes, found, strict=True) if each == least]
 
 
 def doubts(spec: SourceSpec, size: Size, window: int) -> tuple[bool, bool]:

@@ -15,12 +15,12 @@ BLOCK = 128  # queries at a time: 64 to 256 are equally fast, and the smaller th
 KEPT_BYTES = 64 * 2**20  # weights of a call up to this size are kept for the gradient, larger ones are formed again
 
 
-def fits(query: Tensor, key: Tensor) -> bool:
-    """Whether autocast asks for bfloat16 on a CPU, and every query sees the keys up to its own.
+def fits(query: Tensor) -> bool:
+    """Whether autocast asks for bfloat16 on a CPU.
 
     Not for models that are themselves bfloat16: the fused kernel keeps their scores in float32.
     """
-    if query.device.type != "cpu" or query.shape[-2] != key.shape[-2] or not torch.is_autocast_enabled("cpu"):
+    if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return False
     return torch.get_autocast_dtype("cpu") == torch.bfloat16 and query.dtype in (torch.bfloat16, torch.float32)
 

@@ -60,11 +60,11 @@ def expanded_attention(
     """Attention of heads with keys and values of their own; all [batch, heads, tokens, width], result as `value`.
 
     Without soft cap and sinks torch's fused kernel is used, or blocks.py where that is faster. On a CPU the fused one
-    wants values as wide as the keys, so they are padded and cut off again; the unfused one takes twice as long.
+    wants values as wide as the keys, so they are padded and cut off again: the unfused one was half of a training step.
     """
     if softcap is None and sinks is None:
         plain = mask is not None and mask.dim() == 2 and query.shape[-2] == key.shape[-2]  # made by `causal_mask`
-        if plain and not dropout and fits(query, key):
+        if plain and not dropout and fits(query):
             return causal_attention(query, key, value, scale)
         width = value.shape[-1]
         wide = max(query.shape[-1], width)
