@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Lla
 
 from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.errors import BadOption, UnsupportedSource
-from mla_convert.loading import load_model
+from mla_convert.loading import check_models, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ def sizes_of(model: torch.nn.Module) -> Sizes:
 
 def named_models(recipe: BenchRecipe, dtype: torch.dtype, device: torch.device) -> list[tuple[str, torch.nn.Module]]:
     """(name, model) of every MODEL and of the shape, source before converted."""
+    check_models(recipe.models)
     found: list[tuple[str, torch.nn.Module]]
     found = [(Path(name).name or name, load_model(name, dtype, device)) for name in recipe.models]
     if recipe.shape is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments
 
@@ -117,7 +118,7 @@ def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
 
 
 def training_arguments(recipe: FinetuneRecipe, work: Path) -> TrainingArguments:
-    """The recipe in transformers' words. Raises BadOption where the processes do not divide the batch."""
+    """The recipe in transformers' words. Raises BadOption for processes that do not divide the batch and Muon in FSDP."""
     if ":" in recipe.device:
         raise BadOption(f"device={recipe.device}: training takes cpu or cuda; choose the GPU by CUDA_VISIBLE_DEVICES")
     device = resolve_device(recipe.device)
@@ -127,6 +128,11 @@ def training_arguments(recipe: FinetuneRecipe, work: Path) -> TrainingArguments:
         raise BadOption(
             f"batch_size={recipe.batch_size} is no multiple of micro_batch x processes = {recipe.micro_batch} x "
             f"{processes}; change one of them"
+        )
+    if recipe.optimizer == "muon" and parse_flag_from_env("ACCELERATE_USE_FSDP"):  # set by `accelerate launch`
+        raise BadOption(
+            "optimizer=muon needs whole matrices and FSDP shards them; use --optimizer adamw, or a config of "
+            "accelerate without FSDP"
         )
     if recipe.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise BadOption(f"tensorboard={recipe.tensorboard} needs the package tensorboard; install it or leave it out")

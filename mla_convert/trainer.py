@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from mla_convert.errors import BadOption, MlaConvertError
+from mla_convert.errors import MlaConvertError
 from mla_convert.muon import Muon
 from mla_convert.report import quiet
 from mla_convert.train_data import TrainingText, WindowDataset
@@ -69,7 +69,7 @@ class DistillTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # windows have one length, so a mean of means is the mean
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW or Muon without decay, one group per matrix. Raises BadOption for Muon under FSDP."""
+        """AdamW or Muon without decay, one group per matrix."""
         if self.optimizer is None:
             groups = [
                 {"params": [p], "lr": self.args.learning_rate * self.rates[_plain(name)]}
@@ -77,11 +77,6 @@ class DistillTrainer(Trainer):
                 if p.requires_grad
             ]
             if self.method == "muon":
-                if self.is_fsdp_enabled:
-                    raise BadOption(
-                        "optimizer=muon needs whole matrices and FSDP shards them; use --optimizer adamw, or a config "
-                        "of accelerate without FSDP"
-                    )
                 compute = torch.bfloat16 if self.args.bf16 else torch.float32
                 self.optimizer = Muon(groups, self.args.learning_rate, compute=compute)
             else:

@@ -19,7 +19,7 @@ from mla_convert.bench_models import converted_config, shape_config, sizes_of
 from mla_convert.bench_recipe import BenchRecipe, counts, size_in_bytes
 from mla_convert.bench_report import print_bench
 from mla_convert.bench_step import Decoder, Seconds, _Clock
-from mla_convert.errors import BadOption, UnsupportedSource
+from mla_convert.errors import BadCheckpoint, BadOption, UnsupportedSource
 
 bench_module = importlib.import_module("mla_convert.bench")  # the package's attribute of that name is the function
 RANKS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -228,3 +228,12 @@ def test_a_shape_that_is_none_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedSource, match="NoHeads: its config has no num_key_value_heads"):
         sizes_of(NoHeads())
+
+
+def test_a_model_that_is_not_there_is_named_before_any_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = list[str]()
+    monkeypatch.setattr("mla_convert.bench_models.load_model", lambda name, *rest: loaded.append(name))
+    here = str(Path(__file__).parent / "configs" / "qwen3-8b")
+    with pytest.raises(BadCheckpoint, match="absent: no folder of a model"):
+        mla_convert.bench(models=(here, "absent"))
+    assert loaded == []

@@ -46,17 +46,20 @@ def test_muon_wins_and_continues_where_it_was_stopped(made: Made, tmp_path: Path
     assert all(torch.equal(written[name], expected[name]) for name in expected)
 
 
-def test_what_muon_cannot_move_is_refused(made: Made, tmp_path: Path) -> None:
+def test_what_muon_cannot_move_is_refused(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadOption, match="optimizer=muon moves matrices, and train=all has other parameters too"):
         FinetuneRecipe(source="a", converted="b", out="c", train="all", optimizer="muon")
     with pytest.raises(BadOption, match="train=lora"):
         FinetuneRecipe(source="a", converted="b", out="c", train="lora", optimizer="muon")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch` says it
+    with pytest.raises(BadOption, match="optimizer=muon needs whole matrices and FSDP shards them; use --optimizer"):
+        tune(made, tmp_path / "out", **MUON)
 
 
 def test_stacked_experts_are_moved_one_by_one(tmp_path: Path) -> None:
     made = native_made_in(tmp_path, "mixtral")
     result = tune(made, tmp_path / "out", train="layers", **MUON)
-    assert result.kl_after < 0.95 * result.kl_before
+    assert result.kl_after < 0.95 * result.kl_before  # measured 0.61
     before, after = weights(made[1]), weights(tmp_path / "out")
     experts = [name for name in before if "experts" in name and before[name].ndim > 1]
     assert experts and not any(torch.equal(before[name], after[name]) for name in experts)
