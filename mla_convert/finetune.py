@@ -118,7 +118,7 @@ def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
 
 
 def training_arguments(recipe: FinetuneRecipe, work: Path) -> TrainingArguments:
-    """The recipe in transformers' words. Raises BadOption for processes that do not divide the batch and Muon in FSDP."""
+    """The recipe in transformers' words. Raises BadOption for processes that do not divide the batch, Muon in FSDP."""
     if ":" in recipe.device:
         raise BadOption(f"device={recipe.device}: training takes cpu or cuda; choose the GPU by CUDA_VISIBLE_DEVICES")
     device = resolve_device(recipe.device)
