@@ -223,6 +223,11 @@ def absorb_model(model: nn.Module, backend: str = "auto") -> nn.Module:
     return model
 
 
+def absorbable(model: nn.Module) -> bool:
+    """Whether `absorb_model` finds an attention to absorb in `model`."""
+    return any(_absorbable(module) for module in model.modules())
+
+
 def restore(model: nn.Module) -> nn.Module:
     """Undo `absorb_model`, in place; returns `model`."""
     for module in model.modules():

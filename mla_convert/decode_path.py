@@ -1,110 +1,90 @@
-"""Perplexity through the decode path: token by token through the model's cache, and through the absorbed form."""
+"""Perplexity through the decode path: token by token through a cache, as text is generated, which a scored window never
+reads; through the model's own cache, in the absorbed form, and with a quantised cache.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
-from mla_convert.absorbed import LatentCache, absorb, attend_absorbed
-from mla_convert.check_models import cached_logits, forward_logits
-from mla_convert.scoring import decoder
-from mla_convert.stock import from_stock, stock_names, written_frequencies
+from mla_convert.absorb_model import absorb_model, absorbable, restore
+from mla_convert.check_models import forward_logits
+from mla_convert.errors import BadOption
+from mla_convert.quantised_cache import QuantisedLatentCache
+from mla_convert.suite import ABSORBED_WAYS
 
-NEUTRAL = 100.0  # weights of a neutralised latent norm are sqrt(1e-6) over at most 1e-7 or so
+Advance = Callable[[int], None]
 
 
-class AbsorbedAttention(nn.Module):
-    """Stands in for a DeepSeek layer's attention: the absorbed form with a latent cache of its own.
+@torch.no_grad()
+def decode_nll(
+    model: Any,
+    input_ids: Int[Tensor, "batch tokens"],
+    cache: Any = None,
+    prompt: int = 1,
+    advance: Advance = lambda tokens: None,
+) -> Float[Tensor, "batch scored"]:
+    """Nats of each token behind the first `prompt`, which are fed at once; all others go one by one through `cache`.
 
-    The latent norm is taken as linear, as in the folders that `convert` writes.
+    The mean's exponential is the perplexity of the decode path. `cache` is an empty transformers cache, by default
+    the model's own; a `QuantisedLatentCache` shows what its rounding costs. Raises BadOption where no token is left.
     """
-
-    def __init__(self, attention: Any, config: dict[str, Any]):
-        super().__init__()
-        tensors = {name: attention.get_parameter(name) for name in stock_names(config)}
-        layer = from_stock(tensors, config, written_frequencies(config))
-        self.absorbed = absorb(layer.to(attention.o_proj.weight.dtype, attention.o_proj.weight.device))
-        self.cache: LatentCache | None = None
-
-    def forward(self, hidden_states: Tensor, position_ids: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """Attention output of the new tokens, which are added to the cache, and no weights."""
-        seen = 0 if self.cache is None else self.cache.kv_c.shape[1]
-        new = torch.arange(seen, seen + hidden_states.shape[1], device=hidden_states.device)[None]
-        out, self.cache = attend_absorbed(self.absorbed, hidden_states, new, self.cache)
-        return out, None
+    tokens = input_ids.shape[1]
+    if not 1 <= prompt < tokens:
+        raise BadOption(f"prompt={prompt} of {tokens} tokens: at least one token in front and one behind is needed")
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    input_ids = input_ids.to(model.device)
+    found, start = [], 0
+    for stop in range(prompt, tokens):
+        logits = model(input_ids[:, start:stop], past_key_values=cache, use_cache=True).logits[:, -1]
+        found.append(torch.nn.functional.cross_entropy(logits.double(), input_ids[:, stop], reduction="none"))
+        advance(input_ids.shape[0] * (stop - start))
+        start = stop
+    return torch.stack(found, dim=1)
 
 
-@contextmanager
-def absorbed_model(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """`model` with every attention in absorbed form, as itself again afterwards."""
-    layers: Any = decoder(model).layers
-    config = model.config.to_dict()
-    kept = [layer.self_attn for layer in layers]
-    try:
-        for layer in layers:
-            layer.self_attn = AbsorbedAttention(layer.self_attn, config)
-        yield model
-    finally:
-        for layer, attention in zip(layers, kept, strict=True):
-            layer.self_attn = attention
-
-
-@torch.inference_mode()
 def decode_figures(
-    model: PreTrainedModel, ids: Tensor, advance: Callable[[int], None] = lambda tokens: None
+    model: PreTrainedModel, ids: Int[Tensor, "windows tokens"], advance: Advance = lambda tokens: None
 ) -> dict[str, float | None]:
-    """Nats per token of windows `ids` [windows, tokens]: in one forward, token by token through the model's own cache,
-    and token by token in the absorbed form (None for a model without a latent); the largest differences per token;
-    tokens per second through the cache.
+    """Nats per token of `ids`: in one forward, token by token through the model's own cache, and the `ABSORBED_WAYS`
+    (None for a model that `absorb` does not take); the largest differences per token of the exact ways to the forward;
+    tokens per second of one sequence through the cache.
     """
-    whole = torch.cat([_nll(forward_logits(model, row), row) for row in ids])
+    with torch.no_grad():
+        whole = torch.stack([_nll(forward_logits(model, row), row) for row in ids])
+
+    def decoded(cache_dtype: str | None = None) -> Tensor:
+        def empty() -> Any:
+            return None if cache_dtype is None else QuantisedLatentCache(model.config, cache_dtype)
+
+        return torch.cat([decode_nll(model, row[None], empty(), advance=advance) for row in ids]).cpu()
+
     start = time.perf_counter()
-    cached = torch.cat([_nll(cached_logits(model, row, 1, advance), row) for row in ids])
+    ways: dict[str, Tensor | None] = {"cached": decoded()}
     seconds = time.perf_counter() - start
-    result: dict[str, float | None] = {
-        "tokens": float(len(whole)),
+    ways |= dict.fromkeys(ABSORBED_WAYS)
+    if absorbable(model):
+        absorb_model(model)
+        try:
+            ways |= {way: decoded(cache_dtype) for way, cache_dtype in ABSORBED_WAYS.items()}
+        finally:
+            restore(model)
+    result: dict[str, float | None] = {name: None if nll is None else float(nll.mean()) for name, nll in ways.items()}
+    for name in ("cached", "absorbed"):
+        nll = ways[name]
+        result[f"{name}_difference"] = None if nll is None else float((nll - whole).abs().max())
+    return {
+        **result,
+        "tokens": float(whole.numel()),
         "forward": float(whole.mean()),
-        "cached": float(cached.mean()),
-        "cached_difference": float((cached - whole).abs().max()),
-        "tokens_per_second": ids.numel() / seconds,
-        "absorbed": None,
-        "absorbed_difference": None,
+        "tokens_per_second": whole.numel() / seconds,
     }
-    if has_plain_latent(model):
-        absorbed = torch.cat([_nll(_absorbed_logits(model, row, advance), row) for row in ids])
-        result |= {"absorbed": float(absorbed.mean()), "absorbed_difference": float((absorbed - whole).abs().max())}
-    return result
-
-
-def has_plain_latent(model: PreTrainedModel) -> bool:
-    """Whether the attention is that of a folder `convert` wrote: a query latent only with biases, and latent norms that
-    are linear, which shows in one weight far above 1 for all their numbers.
-    """
-    config = model.config
-    query_latent = getattr(config, "q_lora_rank", None) is not None
-    if not getattr(config, "kv_lora_rank", None) or query_latent != bool(getattr(config, "attention_bias", False)):
-        return False
-    layers: Any = decoder(model).layers
-    norms = ("kv_a_layernorm", "q_a_layernorm") if query_latent else ("kv_a_layernorm",)
-    weights = [getattr(layer.self_attn, norm).weight.detach() for norm in norms for layer in layers]
-    return all(bool((weight == weight[0]).all()) and float(weight[0]) > NEUTRAL for weight in weights)
-
-
-def _absorbed_logits(model: PreTrainedModel, ids: Tensor, advance: Callable[[int], None]) -> Tensor:
-    parts = []
-    with absorbed_model(model) as absorbed:
-        for at, token in enumerate(ids.to(model.device)):
-            position = torch.tensor([[at]], device=model.device)
-            out: Any = absorbed(input_ids=token[None, None], position_ids=position, use_cache=False)
-            parts.append(out.logits[0])
-            advance(1)
-    return torch.cat(parts)
 
 
 def _nll(logits: Tensor, ids: Tensor) -> Tensor:

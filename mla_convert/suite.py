@@ -17,6 +17,10 @@ PYTHON_TEXTS = ("topics", "stdlib")
 STDLIB_EVERY = 8  # every so many files of the standard library, by hash of their names
 
 
+# How a model that `absorb` takes is also decoded: name -> dtype of a quantised cache, None: the plain one.
+ABSORBED_WAYS = {"absorbed": None, "int8": "int8", "fp8": "fp8"}
+
+
 @dataclass(frozen=True)
 class TextSpec:
     """One text: of every Python installation (`python`: topics or stdlib) or a file or data set (`data`); chat: told

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from mla_convert.suite import ABSORBED_WAYS
 from mla_convert.suite_plots import plots
 from mla_convert.suite_report import (
     cells_of,
@@ -51,7 +52,8 @@ GLOSSARY = {
     "worst 1 %": "Mean excess of the hundredth of the tokens that lost most: a damage that means hide.",
     "bits per byte": "Bits needed per byte of the text. Unlike perplexity it compares across tokenizers.",
     "decode path": "The same tokens fed one by one through the cache, as a server does, instead of all at once; and, "
-    "for models with a latent, with up-projections absorbed into queries and outputs. All three give the same loss.",
+    "for models with a latent, with up-projections absorbed into queries and outputs. These give the same "
+    "loss; int8 and fp8 round the cached latents to one byte per number.",
     "passkey, multikey": "A five-digit number is hidden in other text and asked for at the end; with several keys, one "
     "of them. Right means that greedy decoding gives all its digits.",
     "greedy": "Share of the reference's greedy continuation that a model repeats before its first other token.",
@@ -174,14 +176,15 @@ def _decode(result: Result) -> str:
                     model["label"],
                     f"{part['forward']:.5f}",
                     f"{part['cached']:.5f}",
-                    _number(part["absorbed"], ".5f"),
+                    *(_number(part.get(way), ".5f") for way in ABSORBED_WAYS),
                     f"{worst:.1e}",
                     f"{part['tokens_per_second']:.1f}",
                 ]
             )
-    said = "Loss, nats per token, of the same tokens at once, one by one through the cache, and in the absorbed form. "
+    said = "Loss, nats per token, of the same tokens at once, one by one through the cache, in the absorbed form, and "
+    said += "absorbed with the cached latents in one byte per number. The largest difference is of the exact ways. "
     said += "Tokens per second: of the second, one sequence, in transformers."
-    heads = ["model", "at once", "cached", "absorbed", "largest difference", "tokens per second"]
+    heads = ["model", "at once", "cached", *ABSORBED_WAYS, "largest difference", "tokens per second"]
     return _table("Through the cache", said, heads, rows)
 
 

@@ -23,7 +23,7 @@ from mla_convert.evaluate import cache_bytes, cache_bytes_per_token
 from mla_convert.measure import Stage, stage
 from mla_convert.part_store import PartStore
 from mla_convert.scoring import Head, head, hidden_states, score
-from mla_convert.suite import HarnessSpec, Suite
+from mla_convert.suite import ABSORBED_WAYS, HarnessSpec, Suite
 from mla_convert.suite_texts import Text
 from mla_convert.texts import BOS_EVERY_WINDOW, bos_policy
 
@@ -38,8 +38,8 @@ MEASURED_BY = (
     "suite_texts",
     "suite_parts",
     "evaluate",
-    "absorbed",
-    "stock",
+    "absorb_model",
+    "quantised_cache",
 )
 
 
@@ -191,8 +191,8 @@ def _decode_part(bench: Bench, entry: Entry) -> Part:
         return {**decode_figures(model, ids, advance), "text": text.name}, None
 
     inputs = _inputs(bench, entry, "decode", text=text.ids_sha256, spec=asdict(spec))
-    paths = 2 if read_config(entry.model).get("kv_lora_rank") else 1  # its own cache, and the absorbed form
-    return Part("decode", inputs, paths * ids.numel(), False, run)
+    paths = 1 + (len(ABSORBED_WAYS) if read_config(entry.model).get("kv_lora_rank") else 0)
+    return Part("decode", inputs, paths * (ids.numel() - len(ids)), False, run)
 
 
 def _retrieval_part(bench: Bench, entry: Entry, name: str) -> Part:

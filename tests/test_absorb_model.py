@@ -1,6 +1,7 @@
 """An absorbed transformers model computes what the stock one computes, in every way it can be asked."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import mla_convert
 from mla_convert.absorb_model import AbsorbedAttention, restore
 from mla_convert.absorb_plan import AbsorptionPlan
 from mla_convert.latent_cache import LatentLayer
+from mla_convert.quantised_cache import QuantisedLatentCache
 
 # Largest difference over the largest value, of attention outputs in fp64. Measured over the shapes below: 1.8e-15.
 FP64 = 1e-12
@@ -202,6 +204,34 @@ def test_decoding_makes_no_key_or_value_of_full_width(kind: str) -> None:
     assert full_width(decode(), 53, widths)  # negative control: the stock path has them
     mla_convert.absorb(model)
     assert not full_width(decode(), 53, widths)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+def test_generating_behind_32k_tokens_makes_no_key_or_value_of_full_width(cache_dtype: str) -> None:
+    model, length, rank, rope = tiny_deepseek(qk_nope_head_dim=13, v_head_dim=11, kv_lora_rank=20), 32_768, 20, 6
+    model.config.max_position_embeddings = model.generation_config.max_length = 2 * length
+    gen = torch.Generator().manual_seed(0)
+    widths, heads = {13, 11, 13 + 6, 13 + 11, 5 * 13, 5 * 11, 5 * 19, 5 * 24}, 5
+
+    def generate(cache: Any) -> set[tuple[int, ...]]:
+        for index in range(model.config.num_hidden_layers):
+            latents, rotating = (torch.randn(1, 1, length, width, generator=gen) for width in (rank, rope))
+            cache.update(latents, rotating, index)
+        prompt = torch.zeros(1, length + 1, dtype=torch.long)
+        with Shapes() as shapes:
+            model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        assert cache.get_seq_length() == length + 4
+        return shapes.seen
+
+    def wide(seen: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [shape for n in range(length, length + 5) for shape in full_width(seen, n, widths)]
+
+    assert wide(generate(DynamicCache()))  # negative control: the stock path has them
+    mla_convert.absorb(model)
+    seen = generate(DynamicCache() if cache_dtype == "auto" else QuantisedLatentCache(model.config, cache_dtype))
+    assert not wide(seen)
+    # Nothing is larger than the scores of all heads, or than the latents with their room to grow.
+    assert max(math.prod(shape) for shape in seen) <= 1.1 * max(heads, rank + rope) * length
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import mla_convert
 from mla_convert.checkpoint import Checkpoint
-from mla_convert.decode_path import absorbed_model, has_plain_latent
+from mla_convert.decode_path import decode_figures
 from mla_convert.families import read_spec
 from mla_convert.layer import attend_expanded
 from mla_convert.stock import (
@@ -158,17 +158,13 @@ def test_a_truncation_is_that_of_the_native_format(tmp_path: Path) -> None:
 
 def test_the_decode_path_is_scored_absorbed(tmp_path: Path) -> None:
     source = tiny_model(tmp_path / "source", "qwen2")
-    out = convert_stock(source, tmp_path / "out", kv_lora_rank=20, qk_rope_head_dim=6, method="svd")
-    model = stock_model(out)
-    assert has_plain_latent(model)
-    with absorbed_model(model) as absorbed, torch.no_grad():
-        found = [
-            absorbed(input_ids=IDS[:1, at : at + 1], position_ids=torch.tensor([[at]]), use_cache=False).logits
-            for at in range(IDS.shape[1])
-        ]
-    assert distance(torch.cat(found, dim=1), logits(model, IDS[:1])) <= BOUND
-    model.model.layers[2].self_attn.q_a_layernorm.weight.data[5] *= 2
-    assert not has_plain_latent(model)
+    model = stock_model(convert_stock(source, tmp_path / "out", kv_lora_rank=20, qk_rope_head_dim=6, method="svd"))
+    found = decode_figures(model, IDS[:1])
+    assert found["absorbed_difference"] <= 1e-12  # type: ignore[operator]  # measured 1.2e-13
+    with torch.no_grad():
+        model.model.layers[2].self_attn.q_a_layernorm.weight.data[5] *= 2
+    other = decode_figures(model, IDS[:1])
+    assert other["absorbed_difference"] <= 1e-12 < abs(other["absorbed"] - found["absorbed"])  # type: ignore[operator]
 
 
 def test_a_truncation_verifies_heals_and_says_who_loses_the_biases(

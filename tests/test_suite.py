@@ -14,7 +14,7 @@ from tiny import edit_config, tiny_model, tiny_tokenizer
 import mla_convert
 from mla_convert import retrieval
 from mla_convert.compare import by_position, figures, interval, worst
-from mla_convert.decode_path import decode_figures, has_plain_latent
+from mla_convert.decode_path import decode_figures
 from mla_convert.errors import BadOption
 from mla_convert.loading import load_model
 from mla_convert.scoring import TokenScores, Windows, full_windows, head, hidden_states, score
@@ -257,20 +257,24 @@ def test_the_decode_path_gives_the_same_loss(result: Any) -> None:
 
 
 def test_a_wrong_absorbed_form_is_seen(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: frequencies of another theta."""
+    """Negative control: values of another scale."""
     model = load_model(models["mla20"], torch.float32, CPU)
     ids = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(0))
-    from mla_convert import decode_path
+    from mla_convert.absorb_model import AbsorbedAttention
 
-    right = decode_path.written_frequencies
-    monkeypatch.setattr(decode_path, "written_frequencies", lambda config: 3 * right(config))
+    right = AbsorbedAttention._up
+    monkeypatch.setattr(AbsorbedAttention, "_up", lambda self: (right(self)[0], 1.5 * right(self)[1]))
     assert decode_figures(model, ids)["absorbed_difference"] > 0.01  # type: ignore[operator]
 
 
-def test_a_real_latent_norm_is_not_taken_as_linear(models: dict[str, str]) -> None:
-    assert not has_plain_latent(tiny_text.deepseek())
-    assert not has_plain_latent(tiny_text.llama())
-    assert has_plain_latent(load_model(models["mla20"], torch.float32, CPU))
+def test_a_quantised_cache_is_scored_and_the_model_is_as_before(models: dict[str, str]) -> None:
+    model = load_model(models["mla20"], torch.float32, CPU)
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    before = {type(module) for module in model.modules()}
+    found = decode_figures(model, ids)
+    for name in ("int8", "fp8"):
+        assert 1e-7 < abs(found[name] - found["absorbed"]) < 0.1  # type: ignore[operator]
+    assert {type(module) for module in model.modules()} == before
 
 
 # Retrieval and continuations
