@@ -55,6 +55,8 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER", trust_remote_code=True)"""
 
 EXACT = "The re-encoding is exact."
+HEALED = "Each layer's {what} was fitted to the source's on {tokens:,} tokens after the conversion."
+HEALED_WHAT = {"layers": "attention and MLP", "attention": "attention"}
 UNTRAINED = "It has not been trained after the conversion."
 TRAINED = "After the conversion it was distilled on {tokens:,} tokens (held-out KL {before:.3f} -> {after:.3f} nats)."
 STOCK_ROPE = "RoPE is plain, so any engine with DeepSeek-V3 support computes the same."
@@ -85,7 +87,12 @@ def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
     native = "mla" in config
     layers = layer_numbers(config)
     tuned = record.get("finetune")
-    trained = TRAINED.format(tokens=tuned["tokens"], **tuned["held_out_kl"]) if tuned else UNTRAINED
+    heal = record.get("heal", {"tokens": 0})
+    trained = UNTRAINED
+    if tuned:
+        trained = TRAINED.format(tokens=tuned["tokens"], **tuned["held_out_kl"])
+    elif heal["tokens"]:
+        trained = HEALED.format(tokens=heal["tokens"], what=HEALED_WHAT[heal["settings"].get("train", "attention")])
     facts = {
         "name": record["recipe"]["source"].rstrip("/").rsplit("/", 1)[-1],
         "version": record["environment"]["versions"]["mla_convert"],

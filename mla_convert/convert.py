@@ -21,7 +21,7 @@ from mla_convert.factor import SWEEPS
 from mla_convert.families import SourceSpec, read_spec
 from mla_convert.healing import HealReport, heal_layers
 from mla_convert.keep import kept_layers
-from mla_convert.layer import MLALayer
+from mla_convert.layer import ConvertedLayer, MLALayer
 from mla_convert.loading import load_tokenizer, resolve_device
 from mla_convert.measure import Clock, Stage, stage
 from mla_convert.options import FLOAT16_REASON
@@ -140,21 +140,20 @@ def _run(job: Job, writer: FolderWriter, scratch: Path) -> ConvertResult:
         ):
             streamed = calibrate(stream, texts.calibration, recipe.seed, advance, job.kept) if windows else None
 
-            def closed_form(layer: int) -> MLALayer | None:
+            def closed_form(layer: int) -> ConvertedLayer:
                 with calibrating:
                     moments = next(streamed) if streamed else _stored(kept, job, layer)
                 found, report = _assembled(job, stream, moments, layer, size, SWEEPS)
                 reports.append(report)
                 logger.debug("layer %d: predicted error %.2e (rope %.1e)", layer, report.total, report.rope)
-                return found
+                return ConvertedLayer(found)
 
             layers = _layers(job, stream, texts.healing, closed_form, healing, scratch, advance)
             native_layers = None
             if job.native:
                 native_layers = write_native(job.checkpoint, spec, layers, writer, job.dtype, advance)
             else:
-                stock = (layer for layer in layers if layer is not None)  # only the native format keeps layers
-                write_tensors(job.checkpoint, spec, stock, writer, job.dtype, advance)
+                write_tensors(job.checkpoint, spec, layers, writer, job.dtype, advance)
         done += _shared_out(whole[0], calibrating.seconds if streamed else 0.0, bool(healing))
         record: dict[str, Any] = {
             "recipe": recipe.to_dict(),
@@ -225,12 +224,12 @@ def _layers(
     job: Job,
     stream: LayerStream,
     ids: Tensor,
-    closed_form: Callable[[int], MLALayer | None],
+    closed_form: Callable[[int], ConvertedLayer],
     healing: list[HealReport],
     scratch: Path,
     advance: Callable[[int], None],
-) -> Iterator[MLALayer | None]:
-    """The layers in order (None: kept), healed if asked for; what healing did is appended to `healing`."""
+) -> Iterator[ConvertedLayer]:
+    """The layers in order, healed if asked for; what healing did is appended to `healing`."""
     if not job.heal.steps:
         yield from map(closed_form, range(job.spec.num_hidden_layers))
         return

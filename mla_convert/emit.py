@@ -13,7 +13,7 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.engines import biases_lost
 from mla_convert.errors import UnsupportedSource
 from mla_convert.families import SourceSpec, global_tensors, layer_tensors
-from mla_convert.layer import MLALayer
+from mla_convert.layer import ConvertedLayer
 from mla_convert.native import native_config, native_entry, to_native, untouched
 from mla_convert.portable import auto_map
 from mla_convert.projections import attention_prefix
@@ -57,15 +57,19 @@ def expected_native_bytes(checkpoint: Checkpoint, spec: SourceSpec, sizes: list[
 def write_native(
     checkpoint: Checkpoint,
     spec: SourceSpec,
-    layers: Iterator[MLALayer | None],
+    layers: Iterator[ConvertedLayer],
     writer: FolderWriter,
     dtype: torch.dtype,
     advance: Callable[[int], None],
 ) -> list[dict[str, Any] | None]:
-    """Write all tensors of a native checkpoint, layer by layer (None: kept); returns the entries of `mla.layers`."""
+    """Write all tensors of a native checkpoint, layer by layer; returns the entries of `mla.layers`."""
     entries: list[dict[str, Any] | None] = []
     prefixes: list[str] = []
-    for index, layer in enumerate(layers):
+    for index, converted in enumerate(layers):
+        layer = converted.attention
+        for name, tensor in converted.others.items():
+            writer.add(name, tensor.to(dtype))
+            prefixes.append(name)
         if layer is None:
             entries.append(None)
         else:
@@ -84,7 +88,7 @@ def write_native(
 def write_tensors(
     checkpoint: Checkpoint,
     spec: SourceSpec,
-    layers: Iterator[MLALayer],
+    layers: Iterator[ConvertedLayer],
     writer: FolderWriter,
     dtype: torch.dtype,
     advance: Callable[[int], None],
@@ -97,8 +101,9 @@ def write_tensors(
 
     embed = checkpoint.tensor(names["embed"])
     add("model.embed_tokens.weight", embed, scale)
-    for index, layer in enumerate(layers):
-        source = layer_tensors(spec, index)
+    for index, converted in enumerate(layers):
+        layer, source = converted.attention, layer_tensors(spec, index)
+        assert layer is not None  # only the native format keeps layers
         prefix = f"model.layers.{index}."
         norm = checkpoint.tensor(source["input_norm"])
         for name, tensor in to_stock(layer, norm.to(layer.W_DKV.device), scale).items():
@@ -106,7 +111,9 @@ def write_tensors(
         add(f"{prefix}input_layernorm.weight", norm)
         add(f"{prefix}post_attention_layernorm.weight", checkpoint.tensor(source["post_norm"]))
         for role, factor in (("gate", 1.0), ("up", 1.0), ("down", scale)):
-            add(f"{prefix}mlp.{role}_proj.weight", checkpoint.tensor(source[role]), factor)
+            name = source[role]
+            tensor = converted.others[name] if name in converted.others else checkpoint.tensor(name)
+            add(f"{prefix}mlp.{role}_proj.weight", tensor, factor)
         advance(1)
     add("model.norm.weight", checkpoint.tensor(names["final_norm"]))
     add("lm_head.weight", checkpoint.tensor(names["lm_head"]) if "lm_head" in names else embed)

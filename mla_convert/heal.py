@@ -10,13 +10,13 @@ import torch
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.emit import expected_bytes, expected_native_bytes, publish, write_native, write_tensors
 from mla_convert.errors import BadOption
-from mla_convert.families import read_spec
+from mla_convert.families import layer_tensors, read_spec
 from mla_convert.healing import HealReport, heal_layers
-from mla_convert.layer import MLALayer
+from mla_convert.layer import ConvertedLayer
 from mla_convert.loading import load_tokenizer, resolve_device
 from mla_convert.measure import Stage, stage
 from mla_convert.native import NativeFolder, is_native
-from mla_convert.recipe import HealRecipe, HealSettings
+from mla_convert.recipe import HealRecipe
 from mla_convert.record import check_source, read_record
 from mla_convert.report import progress
 from mla_convert.rope import ladder_plan, native_plan
@@ -45,7 +45,7 @@ def heal(recipe: HealRecipe) -> HealResult:
 
     The conversion must come from recipe.source: the hashes in its conversion.json are compared.
     """
-    settings = HealSettings(recipe.steps, recipe.windows, recipe.held_out, recipe.lr)
+    settings = recipe.settings()
     checkpoint, written = Checkpoint.open(recipe.source), Checkpoint.open(recipe.converted)
     spec, config = read_spec(checkpoint), written.config
     record = read_record(
@@ -78,19 +78,33 @@ def heal(recipe: HealRecipe) -> HealResult:
     scale = residual_scale(spec.rms_norm_eps)
     folder = NativeFolder(recipe.converted) if native else None
 
-    def start(index: int) -> MLALayer | None:
+    again = record.get("heal", {}).get("settings", {}).get("train") == "layers"  # the source's MLPs have changed
+
+    def start(index: int) -> ConvertedLayer:
         if folder is not None:
-            return folder.layer(index).to(torch.float64, device) if index in folder.converted else None
+            if index not in folder.converted:
+                return ConvertedLayer(None)
+            prefix = stream.layer_prefix(index)
+            names = [n for n in written.headers if n.startswith(prefix) and n in checkpoint.headers] if again else []
+            others = {name: written.tensor(name).float() for name in names if "self_attn." not in name}
+            return ConvertedLayer(folder.layer(index).to(torch.float64, device), others)
         layer = read_stock_layer(recipe.converted, index).to(torch.float64, device)
+        # outputs of the source's scale, as it was assembled
         b_O = None if layer.b_O is None else layer.b_O / scale
-        return replace(layer, W_O=layer.W_O / scale, b_O=b_O)  # outputs of the source's scale, as it was assembled
+        factors = {"gate": 1.0, "up": 1.0, "down": scale} if again else {}
+        prefix, source = stream.layer_prefix(index), layer_tensors(spec, index)
+        others = {
+            source[role]: written.tensor(f"{prefix}mlp.{role}_proj.weight").float() / factor
+            for role, factor in factors.items()
+        }
+        return ConvertedLayer(replace(layer, W_O=layer.W_O / scale, b_O=b_O), others)
 
     done, reports = list[Stage](), list[HealReport]()
     stream = LayerStream(checkpoint, spec, device)
     with TemporaryDirectory(prefix="mla_convert_") as scratch, writer, stage("heal", done):
         with progress("healing", "steps", spec.num_hidden_layers * (1 + recipe.steps)) as advance:
 
-            def layers() -> Iterator[MLALayer | None]:
+            def layers() -> Iterator[ConvertedLayer]:
                 for layer, report in heal_layers(stream, ids, start, settings, Path(scratch), advance):
                     reports.append(report)
                     yield layer
@@ -99,8 +113,7 @@ def heal(recipe: HealRecipe) -> HealResult:
             if native:
                 native_layers = write_native(checkpoint, spec, layers(), writer, dtype, advance)
             else:
-                stock = (layer for layer in layers() if layer is not None)
-                write_tensors(checkpoint, spec, stock, writer, dtype, advance)
+                write_tensors(checkpoint, spec, layers(), writer, dtype, advance)
         new = {
             "recipe": recipe.to_dict(),
             "converted_by": {key: record[key] for key in KEPT if key in record},

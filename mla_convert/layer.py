@@ -19,7 +19,8 @@ token for W_DKV and W_KR.
 """
 
 import copy
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -79,6 +80,16 @@ class MLALayer:
         }
         front = None if self.front is None else copy.deepcopy(self.front).to(device=device, dtype=dtype)
         return replace(self, **moved, front=front, inv_freq=self.inv_freq.to(device=device))
+
+
+@dataclass(frozen=True, eq=False)
+class ConvertedLayer:
+    """What is written of a layer. attention: None where it is kept as it was. others: what else changed, by its name
+    in the source.
+    """
+
+    attention: MLALayer | None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 Table = tuple[Float[Tensor, "batch tokens slots"], Float[Tensor, "batch tokens slots"]]

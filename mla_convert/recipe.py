@@ -20,27 +20,33 @@ _CALIB_HELP = (
 )
 
 
+# What healing trains: the projections of the attention, or the layer's other matrices (the MLP) too; never experts.
+HEALED = ("layers", "attention")
+
+
 @dataclass(frozen=True)
 class HealSettings:
     """How to heal. steps: optimiser steps per layer, one window each (0: no healing); windows: windows of text used,
-    of which `held_out` judge; lr: step size relative to the rms of each matrix.
+    of which `held_out` judge; lr: step size relative to the rms of each matrix; train: HEALED says what.
     """
 
     steps: int
     windows: int = 64
     held_out: int = 4
     lr: float = 0.02
+    train: str = "layers"
     seed: int = 0  # of the order of the windows
 
     @classmethod
     def parse(cls, text: str) -> "HealSettings":
-        """From "steps=200" or "steps=200,windows=128,lr=0.02". Raises BadOption naming the key or value."""
-        values: dict[str, int | float] = {}
+        """From "steps=200" or "steps=200,windows=128,train=attention". Raises BadOption naming the key or value."""
+        values: dict[str, int | float | str] = {}
         for part in text.split(","):
             key, _, value = part.strip().partition("=")
-            kind = {"steps": int, "windows": int, "held_out": int, "lr": float}.get(key)
+            kinds = {"steps": int, "windows": int, "held_out": int, "lr": float, "train": str}
+            kind = kinds.get(key)
             if kind is None:
-                raise BadOption(f"heal: {key!r} is not one of steps, windows, held_out, lr; write heal steps=200")
+                raise BadOption(f"heal: {key!r} is not one of {', '.join(kinds)}; write heal steps=200")
             try:
                 values[key] = kind(value)
             except ValueError:
@@ -48,6 +54,8 @@ class HealSettings:
         if "steps" not in values:
             raise BadOption(f"heal={text!r} names no steps; write for example steps=200")
         settings = cls(**values)  # type: ignore[arg-type]
+        if settings.train not in HEALED:
+            raise BadOption(f"heal: train={settings.train!r}: use one of {', '.join(HEALED)}")
         if (
             settings.steps < 0
             or settings.held_out < 1
@@ -95,7 +103,7 @@ class ConvertRecipe(Recipe):
     window: int = option("Calibration window length, tokens.", 1024, at_least=2)
     heal: str | None = option(
         "Fit each layer to the source's after its conversion: steps=N (optimiser steps per layer), and optionally "
-        "windows=N (of the calibration text), held_out=N, lr=X, joined by commas.",
+        "windows=N (of the calibration text), held_out=N, lr=X, train=attention (not the MLPs), joined by commas.",
         None,
     )
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
@@ -174,6 +182,9 @@ class HealRecipe(Recipe):
     windows: int = option("Windows of text used, those held out included.", 64, at_least=2)
     held_out: int = option("Windows that judge and are not trained on.", 4, at_least=1)
     lr: float = option("Step size relative to the rms of each matrix.", HealSettings.lr)
+    train: str = option(
+        "What is trained: layers (MLPs too, but no experts) or attention alone.", HealSettings.train, choices=HEALED
+    )
     data: tuple[str, ...] = option(_CALIB_HELP + "the calibration part.", ())
     window: int = option("Window length, tokens.", 1024, at_least=2)
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
@@ -181,9 +192,14 @@ class HealRecipe(Recipe):
 
     def validate(self) -> None:
         """Check the settings and that OUT cannot destroy its inputs. Raises BadOption."""
-        HealSettings.parse(f"steps={self.steps},windows={self.windows},held_out={self.held_out},lr={self.lr}")
+        self.settings()
         _check_apart(self.source, self.out)
         _check_apart(self.converted, self.out)
+
+    def settings(self) -> HealSettings:
+        """The options that say how to heal. Raises BadOption."""
+        names = ("steps", "windows", "held_out", "lr", "train")
+        return HealSettings.parse(",".join(f"{name}={getattr(self, name)}" for name in names))
 
 
 @dataclass(frozen=True)

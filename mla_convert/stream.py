@@ -141,6 +141,15 @@ class LayerStream:
         index: int = layer.mla_index  # type: ignore[assignment]
         return {key: value for key, value in self._calls[1][index].items() if key != "hidden_states"}
 
+    def forward(self, layer: nn.Module, states: Hidden, attention: str = EXACT) -> Hidden:
+        """The states after `layer`, on the device, products in `compute`; `attention`: transformers' implementation."""
+        call = self._call(layer, states.shape[1])
+        self.skeleton.config._attn_implementation = attention
+        with torch.autocast(self.device.type, dtype=self.compute, enabled=self.compute != torch.float32):
+            after: Tensor = layer(states, **call)
+        self.skeleton.config._attn_implementation = EXACT
+        return after
+
     @torch.no_grad()
     def run(self, layer: nn.Module, states: Hidden, observer: Observer | None = None) -> Hidden:
         """The states after `layer`; an observer, if given, computes its attention, window by window."""
@@ -149,14 +158,9 @@ class LayerStream:
             attention: Any = layer.self_attn
             attention.mla_observer = observer
             handle = attention.register_forward_pre_hook(_keep_input, with_kwargs=True)
-        call = self._call(layer, states.shape[1])
-        self.skeleton.config._attn_implementation = OBSERVED if observer is not None else self.plain
         after = torch.empty_like(states)
         for part, out in zip(states.split(self.batch), after.split(self.batch), strict=True):
-            x = part.to(self.device)
-            with torch.autocast(self.device.type, dtype=self.compute, enabled=self.compute != torch.float32):
-                out.copy_(layer(x, **call))
-        self.skeleton.config._attn_implementation = EXACT
+            out.copy_(self.forward(layer, part.to(self.device), self.plain if observer is None else OBSERVED))
         if handle is not None:
             handle.remove()
         return after
