@@ -40,3 +40,8 @@ def run(models: dict[str, str], parts: Path, *names: str, suite: str | None = No
     """Run the suite on the models of these names; finished parts are kept in `parts`."""
     file = models["suite.yaml"] if suite is None else suite
     return mla_convert.run_suite(models=tuple(models[name] for name in names), suite=file, parts=str(parts), **options)
+
+
+def by_label(result: Any) -> dict[str, Any]:
+    """The parts of every model of a result, by its label."""
+    return {model.label: model.parts for model in result.models}

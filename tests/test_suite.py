@@ -1,6 +1,5 @@
 """Suites: what is measured is right, the same for every batch size, kept when interrupted, told apart by inputs."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,19 +7,15 @@ from typing import Any
 import pytest
 import tiny_text
 import torch
-from suites import models_in, run
+from suites import by_label, models_in, run
 from tiny import edit_config, tiny_model, tiny_tokenizer
 
 import mla_convert
-from mla_convert import retrieval
 from mla_convert.compare import by_position, figures, interval, worst
 from mla_convert.decode_path import decode_figures
-from mla_convert.errors import BadOption
 from mla_convert.loading import load_model
-from mla_convert.scoring import TokenScores, Windows, full_windows, head, hidden_states, score
-from mla_convert.suite import RetrievalSpec, read_suite
+from mla_convert.scoring import TokenScores, full_windows
 from mla_convert.suite_texts import token_bytes
-from mla_convert.texts import token_stream
 
 SUITES = Path(__file__).parent.parent / "eval" / "suites"
 CPU = torch.device("cpu")
@@ -34,10 +29,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def result(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run(models, tmp_path_factory.mktemp("parts"), "source", "copy", "mla4", "mla20")
-
-
-def by_label(result: Any) -> dict[str, Any]:
-    return {model.label: model.parts for model in result.models}
 
 
 # What is compared
@@ -86,95 +77,6 @@ def test_a_suite_scores_what_eval_scores(models: dict[str, str], result: Any) ->
     assert part["nll"] == pytest.approx(scores[1].nll, abs=1e-9)
     assert part["excess"] == pytest.approx(scores[1].excess, abs=1e-9)
     assert part["kl"] == pytest.approx(scores[1].kl, abs=1e-9)
-
-
-def test_transformers_own_strided_recipe_agrees(models: dict[str, str], tmp_path: Path) -> None:
-    """Its documentation's loop: labels -100 where a token was scored before. Measured relative difference 2e-8.
-
-    Its mean gives every later window one token less than it scores; counted so, 2e-4 off: the negative control.
-    """
-    window, stride, count = 64, 24, 9
-    (tmp_path / "strided.yaml").write_text(
-        f"name: strided\nwindow: {window}\nstride: {stride}\nwindows: {count}\n"
-        "texts: {technical: {python: topics}}\n"
-    )
-    own = by_label(run(models, tmp_path / "parts", "source", suite=str(tmp_path / "strided.yaml")))["source"]
-    model = load_model(models["source"], torch.float32, CPU)
-    suite = read_suite(str(tmp_path / "strided.yaml"))
-    ids = token_stream(tiny_tokenizer(), stream_documents(suite))[: stride * (count - 1) + window]
-    losses, counts, wrong, before = [], [], [], 0
-    for begin in range(0, stride * count, stride):
-        end = begin + window
-        labels = ids[begin:end].clone()
-        labels[: -(end - before)] = -100
-        with torch.no_grad():
-            losses.append(float(model(ids[None, begin:end], labels=labels[None]).loss))
-        counts.append(int((labels[1:] != -100).sum()))
-        wrong.append(int((labels != -100).sum()) - 1)
-        before = end
-    perplexity = math.exp(sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts))
-    part = own["text technical"]
-    assert part["tokens"] == sum(counts) == window - 1 + stride * (count - 1)
-    assert part["perplexity"] == pytest.approx(perplexity, rel=1e-4)
-    biased = math.exp(sum(x * n for x, n in zip(losses, wrong, strict=True)) / sum(wrong))
-    assert abs(biased / perplexity - 1) > 1e-4
-
-
-def stream_documents(suite: Any) -> list[str]:
-    from mla_convert.suite import documents_of
-
-    return documents_of(suite.texts["technical"])
-
-
-TASK = """
-task: local_text
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list:
-  - metric: word_perplexity
-  - metric: byte_perplexity
-  - metric: bits_per_byte
-metadata: {{version: 1.0}}
-"""
-
-
-def test_lm_eval_agrees(tmp_path: Path) -> None:
-    """Its rolling log-likelihood of the same text, which begins with BOS: measured relative difference 6e-8.
-
-    With the tokenizer's own BOS beside the harness's, 6e-5 of the loss and 3e-4 of the perplexity off.
-    """
-    pytest.importorskip("lm_eval")
-    text = tiny_text.text(180)
-    (tmp_path / "text.txt").write_text(text)
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "data.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    (tmp_path / "tasks" / "local_text.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
-    model = tiny_text.save(tiny_text.llama(0), tmp_path / "model", adds_bos=True)
-    (tmp_path / "suite.yaml").write_text(
-        f"name: harness\nwindow: 181\nwindows: 1\ntexts: {{words: {{data: {tmp_path / 'text.txt'}}}}}\n"
-        f"lm_eval: {{tasks: [local_text], include: {tmp_path / 'tasks'}}}\n"
-    )
-    parts = by_label(run({"m": model}, tmp_path / "parts", "m", suite=str(tmp_path / "suite.yaml")))["model"]
-    own, theirs = parts["text words"], parts["lm_eval local_text"]["numbers"]
-    assert own["tokens"] == 180 and own["bytes"] == len(text.encode())
-    assert theirs["bits_per_byte"] == pytest.approx(own["bits_per_byte"], rel=1e-4)
-    assert theirs["byte_perplexity"] == pytest.approx(2 ** own["bits_per_byte"], rel=1e-4)
-    assert theirs["word_perplexity"] == pytest.approx(own["perplexity"], rel=1e-4)  # here every token is a word
-
-
-def test_lm_eval_tasks_without_lm_eval_are_refused(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "s.yaml").write_text(
-        "name: s\nwindow: 8\nwindows: 1\ntexts: {a: {python: topics}}\nlm_eval: {tasks: [x]}\n"
-    )
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BadOption, match="lm_eval is not installed; pip install lm_eval"):
-        run(models, tmp_path / "parts", "source", suite=str(tmp_path / "s.yaml"))
 
 
 # Units
@@ -277,58 +179,6 @@ def test_a_quantised_cache_is_scored_and_the_model_is_as_before(models: dict[str
     assert {type(module) for module in model.modules()} == before
 
 
-# Retrieval and continuations
-
-
-@pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize("keys", [1, 4])
-def test_probes_hide_the_number_where_they_say(bos: bool, keys: int) -> None:
-    tokenizer = tiny_tokenizer()
-    if bos:
-        from tokenizers.processors import TemplateProcessing
-
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
-    filler = torch.full((4000,), tokenizer("x")["input_ids"][-1])
-    spec = RetrievalSpec(keys=keys, lengths=(600, 90), depths=(0.0, 0.5, 1.0), trials=2)
-    found, short = retrieval.probes(tokenizer, filler, spec)
-    assert short == [90] and len(found) == 6
-    for probe in found:
-        assert len(probe.ids) == 600 and (int(probe.ids[0]) == 257) == bos
-        text = tokenizer.decode(probe.ids, skip_special_tokens=True)
-        prompt, number = text[:-6], text[-5:]
-        assert prompt.endswith("The pass key of amber is") and number.isdecimal()
-        hidden = f"The pass key of amber is {number}."
-        assert text.count(hidden) == 1 and text.count("Remember it.") == keys
-        before = text[: text.index(hidden)].count("x") / text.count("x")
-        assert before == pytest.approx(probe.depth, abs=0.01)
-    assert len({tokenizer.decode(probe.ids[-5:]) for probe in found}) > 1
-    again, _ = retrieval.probes(tokenizer, filler, spec)
-    assert all(torch.equal(a.ids, b.ids) for a, b in zip(found, again, strict=True))
-
-
-def test_only_a_whole_right_answer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that knows every next token is right; one that misses the last digit of one probe is right for half."""
-    tokenizer, filler = tiny_tokenizer(), torch.full((999,), 7)
-    found, _ = retrieval.probes(tokenizer, filler, RetrievalSpec(1, (200,), (0.5,), 2))
-    identity = torch.nn.Linear(300, 300, bias=False)
-    torch.nn.init.eye_(identity.weight)
-    monkeypatch.setattr(retrieval, "head", lambda model: identity)
-
-    def knowing(model: Any, windows: Windows, *_: Any, wrong: bool = False) -> torch.Tensor:
-        seen = 50.0 * torch.nn.functional.one_hot(windows.targets, 300).float()
-        if wrong:
-            seen[-1] = 0.0
-            seen[-1, 7] = 50.0
-        return seen
-
-    monkeypatch.setattr(retrieval, "hidden_states", knowing)
-    (row,) = retrieval.retrieve(None, found, 1)  # type: ignore[arg-type]
-    assert row["right"] == 1 and row["nll"] < 1e-6 and row["probes"] == 2
-    monkeypatch.setattr(retrieval, "hidden_states", lambda *args: knowing(*args, wrong=True))
-    (row,) = retrieval.retrieve(None, found, 1)  # type: ignore[arg-type]
-    assert row["right"] == 0.5
-
-
 def test_lengths_beyond_the_model_are_left_out_and_said(result: Any, models: dict[str, str], tmp_path: Path) -> None:
     part = by_label(result)["source"]["retrieval passkey"]
     assert part["left_out"] == [] and {row["length"] for row in part["rows"]} == {170, 300}
@@ -338,20 +188,6 @@ def test_lengths_beyond_the_model_are_left_out_and_said(result: Any, models: dic
     assert {row["length"] for row in found["retrieval passkey"]["rows"]} == {170}
 
 
-def test_greedy_is_what_generate_gives() -> None:
-    model = tiny_text.llama(2)
-    model.generation_config.eos_token_id = None  # it counts as any other token
-    prompts = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(0))
-    wanted = model.generate(prompts, max_new_tokens=7, do_sample=False, pad_token_id=0)[:, 9:]
-    assert torch.equal(retrieval.greedy(model, prompts, 7), wanted)
-
-
-def test_agreement_counts_up_to_the_first_difference() -> None:
-    reference = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    own = torch.tensor([[1, 2, 9, 4], [5, 6, 7, 8]])
-    assert retrieval.agreement_of(reference, own) == {"prefix": 0.75, "identical": 0.5}
-
-
 # Memory
 
 
@@ -359,14 +195,3 @@ def test_memory_is_counted(result: Any) -> None:
     part = by_label(result)["mla4"]["memory"]
     assert part["cache_formula"] == part["cache_measured"] == 4 * 4 * (4 + 10)
     assert part["held"] == 64 * part["cache_measured"] and part["peak"] > 2**20 and part["peak_of"] == "process"
-
-
-def test_padded_scores_of_retrieval_are_those_of_each_probe_alone() -> None:
-    """Batches hold equal lengths; the answers alone are scored: measured 0."""
-    model = tiny_text.llama(1)
-    ids = torch.randint(3, 90, (2, 30), generator=torch.Generator().manual_seed(0))
-    found = [retrieval.Probe(30, 0.0, row, 4) for row in ids]
-    (row,) = retrieval.retrieve(model, found, 2)
-    windows = full_windows(ids)
-    nll = score(head(model), hidden_states(model, windows, 1), windows.targets).nll.view(2, 29)[:, -4:]
-    assert row["nll"] == pytest.approx(float(nll.mean()), abs=1e-6)
