@@ -11,7 +11,7 @@ states, which go to files when they are large. A layer that does not improve on 
 
 What was tried and did worse, nats over the source of SmolLM2 whose first eight layers are at 38 + 58, 60 steps: targets
 at the attention's output and W_O fixed 0.274, W_O trained 0.265, the prefix's error added to the target 0.260; as here
-0.192; a step size of 0.02 instead of 0.01 for the MLPs 0.199; the loss at the attention's output added 0.204; half of the
+0.192; a step size of 0.02 instead of 0.01 for the MLPs 0.199; the loss at the attention's output added 0.204; half the
 loss weighted by the Fisher information of the states 0.195. Earlier, share of the error left in the first five layers:
 Adam 0.30, 0.82, 0.77, 0.86, 0.92, Muon 0.13, 0.63, 0.56, 0.80, 0.84; inputs whitened by C^-1/2 (a few noisy directions
 then take steps as large as the strong ones); one second moment of Adam's per matrix or row.
