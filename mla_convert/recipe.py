@@ -286,7 +286,7 @@ class DemoRecipe(Recipe):
 
     out: str = option("Folder for the converted checkpoint, the figures (JSON) and the picture (PNG).", "demo-out")
     windows: int = option("Evaluation windows of 1024 tokens.", 8, at_least=1)
-    heal: str | None = option("How to heal, as for convert; steps=0: not at all.", "steps=30,windows=24")
+    heal: str | None = option("How to heal, as for convert; steps=0: not at all.", "steps=20,windows=24")
     overwrite: bool = option("Replace OUT if it exists and is not empty.", False)
     device: str = option("Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto")
 
