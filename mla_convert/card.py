@@ -56,7 +56,7 @@ model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER", trust_remote
 
 EXACT = "The re-encoding is exact."
 HEALED = "Each layer's {what} was fitted to the source's on {tokens:,} tokens after the conversion."
-HEALED_WHAT = {"layers": "attention and MLP", "attention": "attention"}
+HEALED_WHAT = {"layers": "attention and dense MLP", "attention": "attention"}
 UNTRAINED = "It has not been trained after the conversion."
 TRAINED = "After the conversion it was distilled on {tokens:,} tokens (held-out KL {before:.3f} -> {after:.3f} nats)."
 STOCK_ROPE = "RoPE is plain, so any engine with DeepSeek-V3 support computes the same."

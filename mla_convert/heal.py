@@ -11,6 +11,7 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.emit import expected_bytes, expected_native_bytes, publish, write_native, write_tensors
 from mla_convert.errors import BadOption
 from mla_convert.families import layer_tensors, read_spec
+from mla_convert.family_table import FAMILIES
 from mla_convert.healing import HealReport, heal_layers
 from mla_convert.layer import ConvertedLayer
 from mla_convert.loading import load_tokenizer, resolve_device
@@ -77,21 +78,21 @@ def heal(recipe: HealRecipe) -> HealResult:
         )
     scale = residual_scale(spec.rms_norm_eps)
     folder = NativeFolder(recipe.converted) if native else None
-
-    again = record.get("heal", {}).get("settings", {}).get("train") == "layers"  # the source's MLPs have changed
+    experts = bool(FAMILIES[spec.family].experts)  # which healing never changes
 
     def start(index: int) -> ConvertedLayer:
+        """Layer `index` as it is written: an earlier healing may have changed its MLP."""
         if folder is not None:
             if index not in folder.converted:
                 return ConvertedLayer(None)
             prefix = stream.layer_prefix(index)
-            names = [n for n in written.headers if n.startswith(prefix) and n in checkpoint.headers] if again else []
-            others = {name: written.tensor(name).float() for name in names if "self_attn." not in name}
+            names = [] if experts else [n for n in written.headers if n.startswith(prefix) and "self_attn." not in n]
+            others = {name: written.tensor(name).float() for name in names}
             return ConvertedLayer(folder.layer(index).to(torch.float64, device), others)
         layer = read_stock_layer(recipe.converted, index).to(torch.float64, device)
         # outputs of the source's scale, as it was assembled
         b_O = None if layer.b_O is None else layer.b_O / scale
-        factors = {"gate": 1.0, "up": 1.0, "down": scale} if again else {}
+        factors = {"gate": 1.0, "up": 1.0, "down": scale}
         prefix, source = stream.layer_prefix(index), layer_tensors(spec, index)
         others = {
             source[role]: written.tensor(f"{prefix}mlp.{role}_proj.weight").float() / factor
