@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from mla_convert.absorb_model import absorb_model, restore
 from mla_convert.bench_models import sizes_of
 from mla_convert.latent_cache import LatentLayer
+from mla_convert.loading import cache_name
 from mla_convert.measure import peak_rss
 from mla_convert.quantised_cache import QuantisedLatentCache
 
@@ -91,11 +92,12 @@ class Decoder:
         """Decode `number` tokens, each timed; the cache is as long as before afterwards."""
         self._enter()
         clock = _Clock(self.model, self.cache, self.device)
+        feed = {cache_name(self.model): self.cache}
         tokens = torch.zeros(self._batch(), 1, dtype=torch.long, device=self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            found = [clock.step(lambda: self.model(tokens, past_key_values=self.cache)) for _ in range(number)]
+            found = [clock.step(lambda: self.model(tokens, **feed)) for _ in range(number)]
         finally:
             clock.remove()
         cuda = self.device.type == "cuda"
@@ -108,7 +110,11 @@ class Decoder:
         self._enter()
         gen = torch.Generator().manual_seed(seed)
         prompt = torch.randint(self.model.config.vocab_size, (1, context), generator=gen).to(self.device)
-        call = lambda: self.model(prompt, past_key_values=self._new_cache(), logits_to_keep=1)  # noqa: E731
+        name = cache_name(self.model)
+
+        def call() -> None:
+            self.model(prompt, logits_to_keep=1, **{name: self._new_cache()})
+
         return min(timed(call, self.device) for _ in range(2))
 
     def held(self) -> int:

@@ -4,7 +4,6 @@ form.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from mla_convert.check_files import Check
 from mla_convert.evaluate import cache_bytes
 from mla_convert.features import layer_windows
 from mla_convert.layer import attend_expanded
+from mla_convert.loading import cache_name
 from mla_convert.scoring import padded_inputs, padded_windows
 from mla_convert.stock import read_stock_layer
 
@@ -115,8 +115,7 @@ def cached_logits(
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> torch.Tensor:
     """Logits [tokens, vocab] of one sequence fed `chunk` tokens at a time through the model's own cache."""
-    # renamed in transformers 5.24; older releases know only the old name
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    name = cache_name(model)
     cache: Any = None
     parts: list[torch.Tensor] = []
     for part in torch.split(ids.to(model.device), chunk):

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from mla_convert.absorb_model import absorb_model, absorbable, restore
 from mla_convert.check_models import forward_logits
 from mla_convert.errors import BadOption
+from mla_convert.loading import cache_name
 from mla_convert.quantised_cache import QuantisedLatentCache
 from mla_convert.suite import ABSORBED_WAYS
 
@@ -40,9 +41,10 @@ def decode_nll(
         raise BadOption(f"prompt={prompt} of {tokens} tokens: at least one token in front and one behind is needed")
     cache = DynamicCache(config=model.config) if cache is None else cache
     input_ids = input_ids.to(model.device)
+    feed = {cache_name(model): cache}
     found, start = [], 0
     for stop in range(prompt, tokens):
-        logits = model(input_ids[:, start:stop], past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = model(input_ids[:, start:stop], use_cache=True, **feed).logits[:, -1]
         found.append(torch.nn.functional.cross_entropy(logits.double(), input_ids[:, stop], reduction="none"))
         advance(input_ids.shape[0] * (stop - start))
         start = stop

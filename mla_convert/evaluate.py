@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mla_convert import report
 from mla_convert.cache_size import layer_numbers
 from mla_convert.errors import BadCheckpoint, BadOption
-from mla_convert.loading import check_models, load_model, load_tokenizer, resolve_device, resolve_dtype
+from mla_convert.loading import cache_name, check_models, load_model, load_tokenizer, resolve_device, resolve_dtype
 from mla_convert.measure import peak_rss
 from mla_convert.recipe import EvalRecipe
 from mla_convert.scoring import Head, TokenScores, Windows, full_windows, head, hidden_states, score
@@ -178,7 +178,7 @@ def cache_bytes(model: PreTrainedModel, length: int) -> int:
     """
     ids = torch.zeros((1, length), dtype=torch.int64, device=model.device)
     out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    cache = getattr(out, "cache", None) or out.past_key_values  # renamed in transformers 5.24
+    cache = getattr(out, cache_name(model))
     storages: dict[int, int] = {}
     for layer in cache.layers:
         for value in vars(layer).values():

@@ -6,6 +6,7 @@ verify and evaluate.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -114,6 +115,11 @@ def load_model_and_report(
     torch.nn.Module.to(model, device)
     model.train(False)
     return model.requires_grad_(False), report
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """What the forward and the output of `model` call the cache; transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def attention_implementation(name: str, kwargs: dict[str, Any]) -> str:

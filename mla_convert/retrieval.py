@@ -6,7 +6,6 @@ the multi-key needle of RULER (arXiv:2404.06654).
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mla_convert.loading import cache_name
 from mla_convert.scoring import head, hidden_states, padded_windows, score
 from mla_convert.suite import RetrievalSpec
 from mla_convert.texts import BOS_EVERY_WINDOW, bos_policy
@@ -132,8 +132,7 @@ def greedy(
 
     The end-of-text token counts as any other, and generation_config is not read.
     """
-    # renamed in transformers 5.24; older releases know only the old name
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    name = cache_name(model)
     ids, cache, found = prompts.to(model.device), None, []
     for _ in range(new_tokens):
         out: Any = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{name: cache})
