@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_convert.attention import torch_backend
 from mla_convert.attention.problem import Problem
 from mla_convert.attention.triton_backend import Pages, Tiles, attend, attend_paged, tiles_for
-from mla_convert.bench import Limits, measure_limits
+from mla_convert.benchmark.bench import Limits, measure_limits
 
 # Norm of the difference over the norm of the result, against fp64. bf16 and fp16 round the weights and the output.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

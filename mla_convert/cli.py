@@ -16,17 +16,17 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 import mla_convert
-from mla_convert.bench_recipe import BenchRecipe
-from mla_convert.bench_report import print_bench
+from mla_convert.benchmark.bench_report import print_bench
 from mla_convert.errors import MlaConvertError
-from mla_convert.finetune_recipe import FinetuneRecipe
-from mla_convert.flags import parameters_of, recipe_from_flags
-from mla_convert.options import Recipe
-from mla_convert.plan_recipe import PlanRecipe
-from mla_convert.plan_report import print_plan
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
-from mla_convert.report import print_evaluation, print_verification
-from mla_convert.suite_report import print_suite
+from mla_convert.evaluation.suite_report import print_suite
+from mla_convert.interface.bench_recipe import BenchRecipe
+from mla_convert.interface.finetune_recipe import FinetuneRecipe
+from mla_convert.interface.flags import parameters_of, recipe_from_flags
+from mla_convert.interface.options import Recipe
+from mla_convert.interface.plan_recipe import PlanRecipe
+from mla_convert.interface.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
+from mla_convert.interface.report import print_evaluation, print_verification
+from mla_convert.planning.plan_report import print_plan
 
 app = typer.Typer(
     name="mla-convert",
@@ -197,7 +197,7 @@ def print_finetuning(result: Any) -> None:
 
 def print_demo(result: Any) -> None:
     """The tables of the demo."""
-    from mla_convert.demo import print_demo as show  # here, because it loads torch and --help must not
+    from mla_convert.interface.demo import print_demo as show  # here, because it loads torch and --help must not
 
     show(result)
 

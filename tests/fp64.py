@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from mla_convert.families import SourceSpec
-from mla_convert.layer import MLALayer
-from mla_convert.projections import SourceAttention
-from mla_convert.rope import RopePlan
-from mla_convert.stock import residual_scale, stock_config, to_stock, written_frequencies
+from mla_convert.conversion.rope import RopePlan
+from mla_convert.formats.layer import MLALayer
+from mla_convert.formats.stock import residual_scale, stock_config, to_stock, written_frequencies
+from mla_convert.source.families import SourceSpec
+from mla_convert.source.projections import SourceAttention
 
 # mean((alpha c)^2) / (2 eps) = 1e-22 / 2e-6: the linearised norm is exact in fp64.
 FP64_LATENT_RMS = 1e-11

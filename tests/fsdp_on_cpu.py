@@ -7,7 +7,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from mla_convert import cli
-from mla_convert.train_model import Student
+from mla_convert.training.train_model import Student
 
 _init, _forward = AcceleratorState.__init__, Student.forward
 

@@ -28,7 +28,7 @@ class InDouble(TorchFunctionMode):
 
 def convert_fp64(source: Path, out: Path, **options: Any) -> Path:
     """A conversion stored in fp64, which no option offers."""
-    with patch("mla_convert.convert.output_dtype", lambda *_: torch.float64):
+    with patch("mla_convert.conversion.convert.output_dtype", lambda *_: torch.float64):
         mla_convert.convert(source=str(source), out=str(out), **options)
     return out
 

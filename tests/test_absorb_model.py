@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import mla_convert
-from mla_convert.absorb_model import AbsorbedAttention, restore
-from mla_convert.absorb_plan import AbsorptionPlan
-from mla_convert.latent_cache import LatentLayer
-from mla_convert.quantised_cache import QuantisedLatentCache
+from mla_convert.decoding.absorb_model import AbsorbedAttention, restore
+from mla_convert.decoding.absorb_plan import AbsorptionPlan
+from mla_convert.decoding.latent_cache import LatentLayer
+from mla_convert.decoding.quantised_cache import QuantisedLatentCache
 
 # Largest difference over the largest value, of attention outputs in fp64. Measured over the shapes below: 1.8e-15.
 FP64 = 1e-12

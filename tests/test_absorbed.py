@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mla_convert.absorbed import LatentCache, absorb, absorbed_query, attend_absorbed
-from mla_convert.layer import MLALayer, attend_expanded, rotate
+from mla_convert.formats.absorbed import LatentCache, absorb, absorbed_query, attend_absorbed
+from mla_convert.formats.layer import MLALayer, attend_expanded, rotate
 
 # Relative to the largest value. Measured over the published shape and 200 random ones: scores 1.3e-15, outputs 9e-16
 # (a published demonstration reports 8.9e-16 and 2.8e-17, absolute, on values of order one).

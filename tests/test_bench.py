@@ -14,14 +14,14 @@ from torch import nn
 from transformers import LlamaConfig
 
 import mla_convert
-from mla_convert.bench import BenchResult, Cell, Limits, bench
-from mla_convert.bench_models import converted_config, shape_config, sizes_of
-from mla_convert.bench_recipe import BenchRecipe, counts, size_in_bytes
-from mla_convert.bench_report import print_bench
-from mla_convert.bench_step import Decoder, Seconds, _Clock
+from mla_convert.benchmark.bench import BenchResult, Cell, Limits, bench
+from mla_convert.benchmark.bench_models import converted_config, shape_config, sizes_of
+from mla_convert.benchmark.bench_report import print_bench
+from mla_convert.benchmark.bench_step import Decoder, Seconds, _Clock
 from mla_convert.errors import BadCheckpoint, BadOption, UnsupportedSource
+from mla_convert.interface.bench_recipe import BenchRecipe, counts, size_in_bytes
 
-bench_module = importlib.import_module("mla_convert.bench")  # the package's attribute of that name is the function
+bench_module = importlib.import_module("mla_convert.benchmark.bench")
 RANKS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 SHAPE = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 10, "num_hidden_layers": 2}
 
@@ -232,7 +232,7 @@ def test_a_shape_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_there_is_named_before_any_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = list[str]()
-    monkeypatch.setattr("mla_convert.bench_models.load_model", lambda name, *rest: loaded.append(name))
+    monkeypatch.setattr("mla_convert.benchmark.bench_models.load_model", lambda name, *rest: loaded.append(name))
     here = str(Path(__file__).parent / "configs" / "qwen3-8b")
     with pytest.raises(BadCheckpoint, match="absent: no folder of a model"):
         mla_convert.bench(models=(here, "absent"))

@@ -14,12 +14,12 @@ from tiny import LLAMA3_ROPE, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mla_convert import calibrate as module
-from mla_convert.calibrate import KeptMoments, LayerMoments, MomentObserver, calibrate, sample_positions
-from mla_convert.checkpoint import Checkpoint
+from mla_convert.calibration import calibrate as module
+from mla_convert.calibration.calibrate import KeptMoments, LayerMoments, MomentObserver, calibrate, sample_positions
+from mla_convert.calibration.stream import LayerStream
 from mla_convert.errors import MlaConvertError
-from mla_convert.families import SourceSpec, read_spec
-from mla_convert.stream import LayerStream
+from mla_convert.source.checkpoint import Checkpoint
+from mla_convert.source.families import SourceSpec, read_spec
 
 HEADS, GROUPS, WIDTH, HIDDEN, LAYERS = 6, 2, 10, 48, 4  # of tiny.DIMENSIONS
 WINDOW = 37

@@ -27,8 +27,8 @@ from tiny import (
 )
 from transformers import AutoModelForCausalLM
 
-from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import BadCheckpoint, MlaConvertError
+from mla_convert.source.checkpoint import Checkpoint
 
 SHARD_SIZE = "60KB"
 

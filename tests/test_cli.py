@@ -17,12 +17,13 @@ import typer
 from typer.testing import CliRunner, Result
 
 import mla_convert
-from mla_convert import cli, flags, report
-from mla_convert.bench_recipe import BenchRecipe
+from mla_convert import cli
 from mla_convert.errors import BadCheckpoint, UnsupportedSource
-from mla_convert.finetune_recipe import FinetuneRecipe
-from mla_convert.plan_recipe import PlanRecipe
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
+from mla_convert.interface import flags, report
+from mla_convert.interface.bench_recipe import BenchRecipe
+from mla_convert.interface.finetune_recipe import FinetuneRecipe
+from mla_convert.interface.plan_recipe import PlanRecipe
+from mla_convert.interface.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 
 RECIPES = {
     "plan": PlanRecipe,
@@ -181,7 +182,7 @@ def test_version_and_log_levels(called: dict[str, Any]) -> None:
 
 def test_the_log_goes_to_stderr(called: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def work(recipe: Any) -> None:
-        logging.getLogger("mla_convert.convert").info("layer 0: [bold]kept[/bold]")
+        logging.getLogger("mla_convert.conversion.convert").info("layer 0: [bold]kept[/bold]")
 
     monkeypatch.setattr(mla_convert, "convert", work)
     result = run("convert", "a", "b", *SIZE)

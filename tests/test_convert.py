@@ -14,16 +14,16 @@ from tiny import CHAT_TEMPLATE, LLAMA3_ROPE, edit_config, edit_json, legacy_rope
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM
 
 import mla_convert
-from mla_convert.assemble import assemble
-from mla_convert.checkpoint import Checkpoint
-from mla_convert.choose import converted_nll
-from mla_convert.convert import ConvertResult
-from mla_convert.families import read_spec
-from mla_convert.rope import ladder_plan
-from mla_convert.sizes import allowed_sizes, unseen_pairs
-from mla_convert.stream import LayerStream
+from mla_convert.calibration.stream import LayerStream
+from mla_convert.conversion.assemble import assemble
+from mla_convert.conversion.choose import converted_nll
+from mla_convert.conversion.convert import ConvertResult
+from mla_convert.conversion.rope import ladder_plan
+from mla_convert.conversion.sizes import allowed_sizes, unseen_pairs
+from mla_convert.source.checkpoint import Checkpoint
+from mla_convert.source.families import read_spec
 
-module = importlib.import_module("mla_convert.convert")
+module = importlib.import_module("mla_convert.conversion.convert")
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 LADDER = {"kv_lora_rank": 14, "qk_rope_head_dim": 6}
 

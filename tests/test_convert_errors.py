@@ -28,8 +28,8 @@ from tiny import (
 )
 
 import mla_convert
-from mla_convert import write
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists, UnsupportedSource
+from mla_convert.output import write
 
 Refused = Callable[..., None]
 SECONDS = 1.0  # of processor time, imports done; measured at most 0.13
@@ -349,7 +349,7 @@ def test_an_interrupt_leaves_nothing(
     when: str,
     size: dict[str, Any],
 ) -> None:
-    from mla_convert.checkpoint import Checkpoint
+    from mla_convert.source.checkpoint import Checkpoint
 
     last = {"calibrating": "model.layers.2.mlp.up_proj.weight", "writing": "lm_head.weight"}[when]
     read = Checkpoint.tensor

@@ -10,7 +10,7 @@ from tiny import edit_tensors, tiny_model
 
 import mla_convert
 from mla_convert.errors import MlaConvertError
-from mla_convert.write import FolderWriter
+from mla_convert.output.write import FolderWriter
 
 TEXT = " ".join(f"line {i} says {i * i % 97}." for i in range(900))
 ZERO = {

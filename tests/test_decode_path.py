@@ -5,7 +5,7 @@ import torch
 from tiny_deepseek import prompts, tiny_deepseek
 
 import mla_convert
-from mla_convert.decode_path import decode_nll
+from mla_convert.evaluation.decode_path import decode_nll
 
 
 @pytest.mark.parametrize("absorbed", [False, True])

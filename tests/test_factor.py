@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_convert.factor import (
+from mla_convert.conversion.factor import (
     SWEEPS,
     Block,
     factor,
@@ -122,7 +122,7 @@ def test_a_latent_wider_than_the_values_does_not_hold_them_whole(monkeypatch: py
     keys = positive(HIDDEN, 71).matrix_power(3)
     blocks = [replace(one, C=keys), replace(other, C=keys), Block(100 * values.W, values.M, positive(HIDDEN, 91))]
     found = factor(blocks, 15, C)
-    monkeypatch.setattr("mla_convert.factor.NOTHING", 0.0)
+    monkeypatch.setattr("mla_convert.conversion.factor.NOTHING", 0.0)
     trapped = factor(blocks, 15, C)
     assert found.losses[0] == trapped.losses[0]
     assert min(found.losses) < 0.8 * min(trapped.losses)  # measured 0.62

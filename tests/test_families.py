@@ -26,12 +26,12 @@ from tiny import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mla_convert import families
-from mla_convert.checkpoint import Checkpoint, TensorHeader
-from mla_convert.convert import output_is_native
+from mla_convert.conversion.convert import output_is_native
 from mla_convert.errors import UnsupportedSource
-from mla_convert.families import global_tensors, layer_tensors, read_spec
-from mla_convert.recipe import ConvertRecipe
+from mla_convert.interface.recipe import ConvertRecipe
+from mla_convert.source import families
+from mla_convert.source.checkpoint import Checkpoint, TensorHeader
+from mla_convert.source.families import global_tensors, layer_tensors, read_spec
 
 
 def refuse(folder: Path, match: str) -> None:
@@ -227,7 +227,7 @@ def test_what_stock_cannot_hold_goes_native_and_is_refused_as_stock(
     sizes = {"source": str(folder), "out": str(tmp_path / "out"), "lossless": True}
     with pytest.raises(UnsupportedSource, match=rf"the stock format cannot hold it: .*{match}.*; use --format native"):
         output_is_native(ConvertRecipe(**sizes, format="stock"), spec)
-    with caplog.at_level(logging.INFO, "mla_convert.convert"):
+    with caplog.at_level(logging.INFO, "mla_convert.conversion.convert"):
         assert output_is_native(ConvertRecipe(**sizes), spec)
     assert re.search(match, caplog.text)
     plain = read_spec(Checkpoint.open(tiny_model(tmp_path / "plain", "llama")))
@@ -240,7 +240,7 @@ def test_what_stock_holds_at_a_cost_goes_native_unless_it_is_asked_for(
 ) -> None:
     spec = read_spec(Checkpoint.open(tiny_model(tmp_path / "m", "qwen2", tokenizer=False)))
     sizes = {"source": "SOURCE", "out": "OUT", "lossless": True}
-    with caplog.at_level(logging.INFO, "mla_convert.convert"):
+    with caplog.at_level(logging.INFO, "mla_convert.conversion.convert"):
         assert output_is_native(ConvertRecipe(**sizes), spec)
         assert re.search(
             r"native format: its attention has biases.*; --format stock writes it all the same", caplog.text

@@ -15,11 +15,11 @@ from tuning import PROJECTIONS, STEPS, WINDOW, Made, made_in, tune, weights
 
 import mla_convert
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists
-from mla_convert.finetune import FinetuneResult, training_arguments
-from mla_convert.finetune_recipe import FinetuneRecipe
-from mla_convert.loading import load_tokenizer
-from mla_convert.train_model import Student
-from mla_convert.trainer import last_checkpoint
+from mla_convert.interface.finetune_recipe import FinetuneRecipe
+from mla_convert.source.loading import load_tokenizer
+from mla_convert.training.finetune import FinetuneResult, training_arguments
+from mla_convert.training.train_model import Student
+from mla_convert.training.trainer import last_checkpoint
 
 CPU = torch.device("cpu")
 ATTENTION = tuple(f"self_attn.{name}.weight" for name in (*PROJECTIONS, "kv_a_layernorm"))

@@ -10,9 +10,9 @@ import torch
 from tuning import Made, made_in, native_made_in, tune, weights
 
 from mla_convert.errors import BadOption, MlaConvertError
-from mla_convert.finetune_recipe import FinetuneRecipe
-from mla_convert.muon import Muon, orthogonal
-from mla_convert.train_model import Student
+from mla_convert.interface.finetune_recipe import FinetuneRecipe
+from mla_convert.training.muon import Muon, orthogonal
+from mla_convert.training.train_model import Student
 
 MUON = {"optimizer": "muon", "learning_rate": 0.02}
 

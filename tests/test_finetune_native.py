@@ -11,9 +11,9 @@ from tuning import WINDOW, Made, native_made_in, tune, weights
 
 import mla_convert
 from mla_convert.errors import BadOption
-from mla_convert.loading import load_model
-from mla_convert.train_form import choose_trained, latents, merge_adapters, open_latent, unit_latent
-from mla_convert.train_model import Student
+from mla_convert.source.loading import load_model
+from mla_convert.training.train_form import choose_trained, latents, merge_adapters, open_latent, unit_latent
+from mla_convert.training.train_model import Student
 
 CPU = torch.device("cpu")
 # Keys and values of a norm feed the latent; so do hidden states with biases; soft caps; experts in files of their own.

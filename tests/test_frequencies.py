@@ -18,10 +18,10 @@ from tiny import (
 )
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import UnsupportedSource
-from mla_convert.families import read_spec
-from mla_convert.frequencies import inverse_frequencies, read_rope_parameters
+from mla_convert.source.checkpoint import Checkpoint
+from mla_convert.source.families import read_spec
+from mla_convert.source.frequencies import inverse_frequencies, read_rope_parameters
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},

@@ -16,8 +16,8 @@ from tiny import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import BadCheckpoint, MlaConvertError, UnsupportedSource
+from mla_convert.source.checkpoint import Checkpoint
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from tiny import tiny_model
 from torch import nn
 
 import mla_convert
-from mla_convert import healing
+from mla_convert.calibration.stream import LatentAttention
 from mla_convert.errors import BadOption
-from mla_convert.healing import HealReport, LayerTask, heal_layer, with_unit_latent
-from mla_convert.layer import MLALayer, attend_expanded
-from mla_convert.recipe import ConvertRecipe, HealSettings
-from mla_convert.stream import LatentAttention
+from mla_convert.formats.layer import MLALayer, attend_expanded
+from mla_convert.interface.recipe import ConvertRecipe, HealSettings
+from mla_convert.training import healing
+from mla_convert.training.healing import HealReport, LayerTask, heal_layer, with_unit_latent
 
 TEXT = " ".join(f"the {i}th line says {i * i % 97} and then {i * 31 % 101}." for i in range(900))
 

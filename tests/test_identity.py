@@ -12,11 +12,11 @@ import torch
 from fp64 import attention_of, logits, source_fp64, stock_fp64
 from tiny import LLAMA3_ROPE, tiny_model
 
-from mla_convert.assemble import assemble
-from mla_convert.checkpoint import Checkpoint
-from mla_convert.families import SourceSpec, read_spec
-from mla_convert.rope import ladder_plan, lossless_plan
-from mla_convert.sizes import Size, full_rank
+from mla_convert.conversion.assemble import assemble
+from mla_convert.conversion.rope import ladder_plan, lossless_plan
+from mla_convert.conversion.sizes import Size, full_rank
+from mla_convert.source.checkpoint import Checkpoint
+from mla_convert.source.families import SourceSpec, read_spec
 
 BOUND = 1e-12  # relative to max |logit|; measured at most 3.5e-14 over the shapes below, controls at least 5.8e-4
 IDS = torch.randint(0, 250, (2, 90), generator=torch.Generator().manual_seed(5))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from mla_convert.latent_cache import LatentLayer, adopt
+from mla_convert.decoding.latent_cache import LatentLayer, adopt
 
 OPERATIONS = ("one", "few", "many", "crop", "reorder", "repeat", "select", "reset", "foreign")
 

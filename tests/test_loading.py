@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mla_convert.errors import BadCheckpoint, BadOption
-from mla_convert.loading import (
+from mla_convert.source.loading import (
     load_model,
     load_model_and_report,
     load_tokenizer,
@@ -47,7 +47,7 @@ def test_a_missing_tensor_is_an_error_and_not_random_weights(folder: Path) -> No
 def test_an_unused_tensor_is_named_in_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = load_file(folder / FILE) | {"ghost.weight": torch.ones(1)}
     save_file(tensors, folder / FILE, metadata={"format": "pt"})
-    with caplog.at_level(logging.WARNING, logger="mla_convert.loading"):
+    with caplog.at_level(logging.WARNING, logger="mla_convert.source.loading"):
         load_model(folder, torch.float32, CPU)
     assert "1 tensors are not used by LlamaForCausalLM, first ghost.weight" in caplog.text
 

@@ -11,10 +11,10 @@ from tiny import LLAMA3_ROPE, tiny_model
 from transformers import AutoModelForCausalLM, StaticCache
 
 import mla_convert
-from mla_convert.checkpoint import Checkpoint
-from mla_convert.families import read_spec
-from mla_convert.sizes import full_rank
-from mla_convert.stream import LayerStream
+from mla_convert.calibration.stream import LayerStream
+from mla_convert.conversion.sizes import full_rank
+from mla_convert.source.checkpoint import Checkpoint
+from mla_convert.source.families import read_spec
 
 BOUND = 1e-12  # of the largest logit; measured at most 8.3e-14 (Phi-3 with longrope), controls at least 1e-8
 IDS = torch.randint(0, 250, (2, 90), generator=torch.Generator().manual_seed(5))

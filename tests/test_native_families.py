@@ -11,13 +11,13 @@ import torch
 from tiny import FAMILIES as STOCK
 from tiny import NATIVE, edit_config, tiny_class, tiny_model
 
-from mla_convert.checkpoint import Checkpoint
-from mla_convert.convert import output_is_native
+from mla_convert.conversion.convert import output_is_native
 from mla_convert.errors import UnsupportedSource
-from mla_convert.families import read_spec
-from mla_convert.family_table import FAMILIES
-from mla_convert.recipe import ConvertRecipe
-from mla_convert.support import FEATURES, support, support_table
+from mla_convert.interface.recipe import ConvertRecipe
+from mla_convert.source.checkpoint import Checkpoint
+from mla_convert.source.families import read_spec
+from mla_convert.source.family_table import FAMILIES
+from mla_convert.source.support import FEATURES, support, support_table
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 

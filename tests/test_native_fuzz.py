@@ -18,7 +18,7 @@ from tiny import edit_config, tiny_model
 from transformers import AutoConfig
 
 from mla_convert.errors import MlaConvertError
-from mla_convert.family_table import FAMILIES
+from mla_convert.source.family_table import FAMILIES
 
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(5))
 BOUND = 1e-12  # of the largest logit; test_native.py says what is measured

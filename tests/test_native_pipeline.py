@@ -12,9 +12,9 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 import mla_convert
-from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import BadCheckpoint, BadOption, UnsupportedSource
-from mla_convert.native import NativeFolder
+from mla_convert.formats.native import NativeFolder
+from mla_convert.source.checkpoint import Checkpoint
 
 IDS = torch.randint(0, 250, (2, 90), generator=torch.Generator().manual_seed(5))
 SMALL: dict[str, Any] = {"kv_lora_rank": 17, "qk_rope_head_dim": 6, "calib_windows": 6, "window": 64}

@@ -3,7 +3,7 @@
 import pytest
 
 from mla_convert.errors import BadOption
-from mla_convert.nats import Lost, in_nats, left_out
+from mla_convert.planning.nats import Lost, in_nats, left_out
 
 # Sizes as on a real model: rotations cost the same at most, the latent's errors grow as it shrinks.
 LOST = [Lost(0.2, 0.4), Lost(0.01, 0.2), Lost(0.01, 0.05), Lost(0.01, 0.002)]

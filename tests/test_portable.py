@@ -13,9 +13,9 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mla_convert
-from mla_convert.check_native import code_is_ours
-from mla_convert.family_table import FAMILIES
-from mla_convert.portable import auto_map, code_files, file_stem
+from mla_convert.output.portable import auto_map, code_files, file_stem
+from mla_convert.source.family_table import FAMILIES
+from mla_convert.verification.check_native import code_is_ours
 
 IDS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(5))
 SIZE = {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "method": "svd", "keep_layers": "none", "format": "native"}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mla_convert.cache_size import layer_numbers
-from mla_convert.nats import Lost, in_nats
+from mla_convert.planning.nats import Lost, in_nats
+from mla_convert.source.cache_size import layer_numbers
 
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 HEADS, WIDTH, FP16 = 128, 128, 2

@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config, DynamicCache, LlamaConfig
 
 import mla_convert
 from mla_convert import QuantisedLatentCache
-from mla_convert.quantised_cache import QuantisedLatentLayer
+from mla_convert.decoding.quantised_cache import QuantisedLatentLayer
 
 KINDS = [("int8", "token"), ("fp8", "token"), ("int8", "channel"), ("fp8", "channel")]
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

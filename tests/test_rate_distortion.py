@@ -11,16 +11,17 @@ from tiny import tiny_model
 from typer.testing import CliRunner
 
 import mla_convert
-from mla_convert import cli, rate_distortion
-from mla_convert.assemble import assemble, predict
-from mla_convert.calibrate import calibrate
-from mla_convert.checkpoint import Checkpoint
-from mla_convert.convert import source_attention
+from mla_convert import cli
+from mla_convert.calibration.calibrate import calibrate
+from mla_convert.calibration.stream import LayerStream
+from mla_convert.conversion.assemble import assemble, predict
+from mla_convert.conversion.convert import source_attention
+from mla_convert.conversion.rope import ladder_plan
+from mla_convert.conversion.sizes import Size, unseen_pairs
 from mla_convert.errors import BadOption, UnsupportedSource
-from mla_convert.families import read_spec
-from mla_convert.rope import ladder_plan
-from mla_convert.sizes import Size, unseen_pairs
-from mla_convert.stream import LayerStream
+from mla_convert.planning import rate_distortion
+from mla_convert.source.checkpoint import Checkpoint
+from mla_convert.source.families import read_spec
 
 CONFIGS = Path(__file__).parent / "configs"
 CPU = torch.device("cpu")

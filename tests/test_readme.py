@@ -10,11 +10,12 @@ import typer
 from typer.testing import CliRunner
 
 import mla_convert
-from mla_convert import cli, flags
-from mla_convert.bench_recipe import BenchRecipe
-from mla_convert.finetune_recipe import FinetuneRecipe
-from mla_convert.plan_recipe import PlanRecipe
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
+from mla_convert import cli
+from mla_convert.interface import flags
+from mla_convert.interface.bench_recipe import BenchRecipe
+from mla_convert.interface.finetune_recipe import FinetuneRecipe
+from mla_convert.interface.plan_recipe import PlanRecipe
+from mla_convert.interface.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_convert
-from mla_convert.bench_recipe import BenchRecipe
 from mla_convert.errors import BadOption, MlaConvertError
-from mla_convert.finetune_recipe import FinetuneRecipe
-from mla_convert.options import Recipe, merge, resolve
-from mla_convert.plan_recipe import PlanRecipe
-from mla_convert.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
+from mla_convert.interface.bench_recipe import BenchRecipe
+from mla_convert.interface.finetune_recipe import FinetuneRecipe
+from mla_convert.interface.options import Recipe, merge, resolve
+from mla_convert.interface.plan_recipe import PlanRecipe
+from mla_convert.interface.recipe import ConvertRecipe, DemoRecipe, EvalRecipe, HealRecipe, ReportRecipe, VerifyRecipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SIZE = {"kv_lora_rank": 128, "qk_rope_head_dim": 64}

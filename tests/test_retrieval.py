@@ -7,9 +7,9 @@ import tiny_text
 import torch
 from tiny import tiny_tokenizer
 
-from mla_convert import retrieval
-from mla_convert.scoring import Windows, full_windows, head, hidden_states, score
-from mla_convert.suite import RetrievalSpec
+from mla_convert.evaluation import retrieval
+from mla_convert.evaluation.scoring import Windows, full_windows, head, hidden_states, score
+from mla_convert.evaluation.suite import RetrievalSpec
 
 
 @pytest.mark.parametrize("bos", [False, True])

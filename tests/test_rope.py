@@ -13,12 +13,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from mla_convert.checkpoint import Checkpoint
-from mla_convert.errors import BadOption, UnsupportedSource
-from mla_convert.families import SourceSpec, read_spec
-from mla_convert.frequencies import inverse_frequencies
-from mla_convert.layer import rotate
-from mla_convert.rope import (
+from mla_convert.conversion.rope import (
     RopePlan,
     RopeSplit,
     check_frequencies,
@@ -30,6 +25,11 @@ from mla_convert.rope import (
     to_complex,
     to_half_split,
 )
+from mla_convert.errors import BadOption, UnsupportedSource
+from mla_convert.formats.layer import rotate
+from mla_convert.source.checkpoint import Checkpoint
+from mla_convert.source.families import SourceSpec, read_spec
+from mla_convert.source.frequencies import inverse_frequencies
 
 HEADS, GROUPS, WIDTH, HIDDEN = 6, 3, 10, 23
 PAIRS = WIDTH // 2

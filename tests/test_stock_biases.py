@@ -19,11 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import mla_convert
-from mla_convert.checkpoint import Checkpoint
-from mla_convert.decode_path import decode_figures
-from mla_convert.families import read_spec
-from mla_convert.layer import attend_expanded
-from mla_convert.stock import (
+from mla_convert.evaluation.decode_path import decode_figures
+from mla_convert.formats.layer import attend_expanded
+from mla_convert.formats.stock import (
     from_stock,
     query_latent_rank,
     read_stock_layer,
@@ -31,6 +29,8 @@ from mla_convert.stock import (
     to_stock,
     written_frequencies,
 )
+from mla_convert.source.checkpoint import Checkpoint
+from mla_convert.source.families import read_spec
 
 BOUND = 1e-12  # of the largest logit; measured at most 2.0e-13, controls at least 5.7e-3
 IDS = torch.randint(0, 250, (2, 90), generator=torch.Generator().manual_seed(5))
@@ -46,7 +46,7 @@ STOCK = {"format": "stock"}
 def convert_stock(source: Path, out: Path, **options: Any) -> Path:
     """In fp64, with a latent norm that is linear to fp64's rounding."""
     exact = functools.partial(to_stock, scaled_rms=FP64_LATENT_RMS)
-    with patch("mla_convert.emit.to_stock", exact):
+    with patch("mla_convert.output.emit.to_stock", exact):
         return convert_fp64(source, out, **STOCK, **options)
 
 
@@ -103,7 +103,7 @@ def test_absorbed_is_the_source(pair: tuple[Any, Any]) -> None:
     try:
         assert distance(logits(absorbed, IDS), logits(source, IDS)) <= BOUND
     finally:
-        from mla_convert.absorb_model import restore
+        from mla_convert.decoding.absorb_model import restore
 
         restore(converted)
 

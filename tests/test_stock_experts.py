@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from mla_convert.family_table import FAMILIES
+from mla_convert.source.family_table import FAMILIES
 
 EXACT, OTHER = 1e-12, 0.05  # of the largest output; measured at most 2.0e-16, at least 0.26
 HIDDEN, WIDTH, EXPERTS = 24, 20, 6

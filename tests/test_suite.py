@@ -11,11 +11,11 @@ from suites import by_label, models_in, run
 from tiny import edit_config, tiny_model, tiny_tokenizer
 
 import mla_convert
-from mla_convert.compare import by_position, figures, interval, worst
-from mla_convert.decode_path import decode_figures
-from mla_convert.loading import load_model
-from mla_convert.scoring import TokenScores, full_windows
-from mla_convert.suite_texts import token_bytes
+from mla_convert.evaluation.compare import by_position, figures, interval, worst
+from mla_convert.evaluation.decode_path import decode_figures
+from mla_convert.evaluation.scoring import TokenScores, full_windows
+from mla_convert.evaluation.suite_texts import token_bytes
+from mla_convert.source.loading import load_model
 
 SUITES = Path(__file__).parent.parent / "eval" / "suites"
 CPU = torch.device("cpu")
@@ -162,7 +162,7 @@ def test_a_wrong_absorbed_form_is_seen(models: dict[str, str], monkeypatch: pyte
     """Negative control: values of another scale. Measured 2.7."""
     model = load_model(models["mla20"], torch.float32, CPU)
     ids = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(0))
-    from mla_convert.absorb_model import AbsorbedAttention
+    from mla_convert.decoding.absorb_model import AbsorbedAttention
 
     right = AbsorbedAttention._up
     monkeypatch.setattr(AbsorbedAttention, "_up", lambda self: (right(self)[0], 1.5 * right(self)[1]))

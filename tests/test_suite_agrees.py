@@ -11,10 +11,10 @@ import torch
 from suites import by_label, models_in, run
 from tiny import tiny_tokenizer
 
+from mla_convert.calibration.texts import token_stream
 from mla_convert.errors import BadOption
-from mla_convert.loading import load_model
-from mla_convert.suite import read_suite
-from mla_convert.texts import token_stream
+from mla_convert.evaluation.suite import read_suite
+from mla_convert.source.loading import load_model
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def test_transformers_own_strided_recipe_agrees(models: dict[str, str], tmp_path
 
 
 def stream_documents(suite: Any) -> list[str]:
-    from mla_convert.suite import documents_of
+    from mla_convert.evaluation.suite import documents_of
 
     return documents_of(suite.texts["technical"])
 

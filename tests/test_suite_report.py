@@ -10,9 +10,9 @@ from rich.console import Console
 
 import mla_convert
 from mla_convert.errors import BadOption
-from mla_convert.report import write_json
-from mla_convert.suite_html import html_page
-from mla_convert.suite_report import markdown_table, merged, over_texts, print_suite, worst_text
+from mla_convert.evaluation.suite_html import html_page
+from mla_convert.evaluation.suite_report import markdown_table, merged, over_texts, print_suite, worst_text
+from mla_convert.interface.report import write_json
 
 
 def text_part(nll: float, excess: float, kl: float, tokens: int = 100) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import mla_convert
-from mla_convert import cli, suite_parts
+from mla_convert import cli
 from mla_convert.errors import BadOption
-from mla_convert.suite import read_suite, stdlib_documents
-from mla_convert.suite_texts import read_texts
+from mla_convert.evaluation import suite_parts
+from mla_convert.evaluation.suite import read_suite, stdlib_documents
+from mla_convert.evaluation.suite_texts import read_texts
 
 SUITES = Path(__file__).parent.parent / "eval" / "suites"
 

@@ -9,8 +9,7 @@ import tiny_text
 import torch
 from tiny import tiny_tokenizer
 
-from mla_convert.errors import BadOption
-from mla_convert.texts import (
+from mla_convert.calibration.texts import (
     BOS_EVERY_WINDOW,
     BOS_NEVER,
     bos_policy,
@@ -20,6 +19,7 @@ from mla_convert.texts import (
     token_windows,
     with_conversations,
 )
+from mla_convert.errors import BadOption
 
 
 def test_the_three_file_kinds_hold_the_same_documents(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_data_set_name_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
         return [{"text": "x" * 40} for _ in range(9)]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("mla_convert.texts.DATASET_CHARS", 100)
+    monkeypatch.setattr("mla_convert.calibration.texts.DATASET_CHARS", 100)
     assert len(read_documents(["owner/set:small:test"])) == 3  # 3 x 40 characters pass the limit of 100
     read_documents(["owner/set"])
     assert calls == [("owner/set", "small", "test", True), ("owner/set", None, "train", True)]

@@ -7,11 +7,11 @@ import torch
 from tuning import PROJECTIONS, Made, made_in
 
 import mla_convert
-from mla_convert.distill import LossWeights
-from mla_convert.loading import load_model
-from mla_convert.stock import residual_scale
-from mla_convert.teacher import LiveTeacher
-from mla_convert.train_form import (
+from mla_convert.formats.stock import residual_scale
+from mla_convert.source.loading import load_model
+from mla_convert.training.distill import LossWeights
+from mla_convert.training.teacher import LiveTeacher
+from mla_convert.training.train_form import (
     choose_trained,
     close_latent,
     latents,
@@ -19,7 +19,7 @@ from mla_convert.train_form import (
     open_latent,
     unit_latent,
 )
-from mla_convert.train_model import Student
+from mla_convert.training.train_model import Student
 
 CPU = torch.device("cpu")
 

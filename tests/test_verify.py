@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers.cache_utils import DynamicCache
 
 import mla_convert
-from mla_convert import check_models, report
-from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import BadCheckpoint, BadOption
-from mla_convert.loading import load_model
+from mla_convert.interface import report
+from mla_convert.source.checkpoint import Checkpoint
+from mla_convert.source.loading import load_model
+from mla_convert.verification import check_models
 
 ALPHA = 2.0**-22
 FILE = "model.safetensors"

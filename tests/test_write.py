@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mla_convert import write
-from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, TargetExists
-from mla_convert.write import RECORD, FolderWriter
+from mla_convert.output import write
+from mla_convert.output.write import RECORD, FolderWriter
+from mla_convert.source.checkpoint import Checkpoint
 
 CONFIG = {"model_type": "deepseek_v3"}
 FILES = {RECORD: "{}\n", "README.md": "card\n"}
@@ -141,7 +141,7 @@ def test_an_error_leaves_nothing(
 
 KILLED = """
 import os, pathlib, signal, sys, torch
-from mla_convert.write import FolderWriter
+from mla_convert.output.write import FolderWriter
 
 out, when = pathlib.Path(sys.argv[1]), sys.argv[2]
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)

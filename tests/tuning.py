@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from tiny import edit_json, tiny_model, tiny_tokenizer
 
 import mla_convert
-from mla_convert.finetune import FinetuneResult
-from mla_convert.loading import load_tokenizer
+from mla_convert.source.loading import load_tokenizer
+from mla_convert.training.finetune import FinetuneResult
 
 WINDOW, STEPS = 32, 12
 PROJECTIONS = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # trained by default

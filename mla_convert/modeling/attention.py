@@ -1,6 +1,6 @@
 """One latent attention module for every family; it takes the place of a decoder layer's `self_attn`.
 
-Symbols as in mla_convert/layer.py. Two kinds of input feed the latent and the rotating keys:
+Symbols as in mla_convert/formats/layer.py. Two kinds of input feed the latent and the rotating keys:
 
     hidden        x_t = h_t. q_t,i = W_Q,i h_t + b_Q,i is merged into the rows of head i in `q_proj`.
     keys_values   x_t = [k_t,1 ... k_t,G ; v_t,1 ... v_t,G], the source's own keys (normalised, not yet rotated) and

@@ -15,9 +15,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from mla_convert.family_table import FAMILIES, Family
 from mla_convert.modeling.attention import LatentShape, MLAttention
 from mla_convert.modeling.configs import FORMAT, config_class, native_name
+from mla_convert.source.family_table import FAMILIES, Family
 
 
 def native_classes(family: str) -> tuple[type[PretrainedConfig], type[Any]]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mla_convert.family_table import FAMILIES
+from mla_convert.source.family_table import FAMILIES
 
 PREFIX = "mla_"
 FORMAT = 1  # of the field `mla`

@@ -1,0 +1,1 @@
+"""`bench`: what the smaller cache buys in speed and memory."""

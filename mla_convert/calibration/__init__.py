@@ -1,0 +1,1 @@
+"""Texts to windows of tokens, and one pass of them through the source for the moments of every layer."""

@@ -1,0 +1,1 @@
+"""How the package is asked and how it answers: recipes, flags, tables, pictures, progress, the demo."""

@@ -1,0 +1,1 @@
+"""Every file of a result: tensors, config, model card, record, code; staged and renamed into place."""

@@ -1,0 +1,1 @@
+"""`plan`: what a conversion would save, need and lose, before it is done."""

@@ -1,0 +1,1 @@
+"""`verify`: a written folder against its source, check by check."""
