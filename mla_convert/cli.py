@@ -189,6 +189,7 @@ def print_finetuning(result: Any) -> None:
         return
     table = Table(title=f"written to {result.out}", title_justify="left", show_header=False)
     table.add_row("held-out KL to the source, nats per token", f"{result.kl_before:.4f} -> {result.kl_after:.4f}")
+    table.add_row("held-out cross-entropy, nats per token", f"{result.ce_before:.4f} -> {result.ce_after:.4f}")
     table.add_row("best step", str(result.best_step))
     table.add_row("tokens seen", f"{result.tokens:,}")
     table.add_row("largest change of a logit on export", f"{result.max_difference:.1e} of the largest")

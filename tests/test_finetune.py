@@ -59,9 +59,8 @@ def test_only_attention_changes_and_the_result_is_a_stock_folder(
     assert verified.passed, [check for check in verified.checks if check.passed is False]
     record, old = (json.loads((Path(f) / "conversion.json").read_text()) for f in (out, made[1]))
     assert {key: record[key] for key in old} == old
-    assert record["finetune"]["held_out_kl"] == {
-        "before": result.kl_before, "after": result.kl_after, "step": result.best_step,
-    }  # fmt: skip
+    assert record["finetune"]["held_out_kl"] == {"before": result.kl_before, "after": result.kl_after}
+    assert record["finetune"]["step"] == result.best_step and record["finetune"]["earlier"] == []
     assert record["finetune"]["recipe"]["source"] == made[0]
     assert json.loads((out / "finetune_curve.json").read_text()) == list(result.curve)
     assert (out / "finetune_curve.png").read_bytes().startswith(b"\x89PNG")
@@ -118,6 +117,22 @@ def test_a_run_that_only_harms_returns_the_start(made: Made, tmp_path: Path) -> 
     result = tune(made, tmp_path / "out", learning_rate=10.0)
     assert result.best_step == 0 and result.kl_after == result.kl_before
     assert max(entry["eval_kl"] for entry in result.curve if "eval_kl" in entry) > 2 * result.kl_before
+
+
+def test_the_best_step_is_that_of_the_loss_that_is_trained(made: Made, tmp_path: Path) -> None:
+    # Cross-entropy alone leads away from the source: judged by the KL, the start would win and training be lost.
+    result = tune(made, tmp_path / "out", kd_weight=0.0, learning_rate=3e-3)
+    judged = [entry for entry in result.curve if "eval_loss" in entry]
+    assert [entry["eval_loss"] for entry in judged] == [entry["eval_ce"] for entry in judged]
+    assert result.best_step == min(judged, key=lambda entry: entry["eval_ce"])["step"] > 0
+    assert result.ce_after < result.ce_before - 0.1  # measured 0.26
+    assert result.kl_after > result.kl_before  # measured 0.118 and 0.104
+    mixed = tune(made, tmp_path / "mixed", kd_weight=0.5, converted=result.out)
+    for entry in (entry for entry in mixed.curve if "eval_loss" in entry):
+        assert entry["eval_loss"] == pytest.approx((entry["eval_kl"] + entry["eval_ce"]) / 2, rel=1e-6)
+    record = json.loads((tmp_path / "mixed" / "conversion.json").read_text())["finetune"]
+    assert [run["recipe"]["kd_weight"] for run in record["earlier"]] == [0.0]
+    assert "it was distilled on 3,072 tokens" in (tmp_path / "mixed" / "README.md").read_text()  # by both runs
 
 
 @pytest.mark.parametrize(

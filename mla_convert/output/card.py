@@ -58,7 +58,10 @@ EXACT = "The re-encoding is exact."
 HEALED = "Each layer's {what} was fitted to the source's on {tokens:,} tokens after the conversion."
 HEALED_WHAT = {"layers": "attention and dense MLP", "attention": "attention"}
 UNTRAINED = "It has not been trained after the conversion."
-TRAINED = "After the conversion it was distilled on {tokens:,} tokens (held-out KL {before:.3f} -> {after:.3f} nats)."
+TRAINED = (
+    "After the conversion it was distilled on {tokens:,} tokens; the last run took the KL to the source from "
+    "{before:.3f} to {after:.3f} nats per token of text held out."
+)
 STOCK_ROPE = "RoPE is plain, so any engine with DeepSeek-V3 support computes the same."
 SCALED_ROPE = (
     "The rope_type is {kind}: transformers computes it as the source does, and so does vLLM with "
@@ -90,7 +93,8 @@ def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
     heal = record.get("heal", {"tokens": 0})
     trained = UNTRAINED
     if tuned:
-        trained = TRAINED.format(tokens=tuned["tokens"], **tuned["held_out_kl"])
+        tokens = sum(run["tokens"] for run in (*tuned.get("earlier", ()), tuned))
+        trained = TRAINED.format(tokens=tokens, **tuned["held_out_kl"])
     elif heal["tokens"]:
         trained = HEALED.format(tokens=heal["tokens"], what=HEALED_WHAT[heal["settings"].get("train", "attention")])
     facts = {

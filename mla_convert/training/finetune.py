@@ -57,16 +57,19 @@ MACHINE_OPTIONS = ("device", "tensorboard", "overwrite", "data", "eval_data")  #
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What training did: held-out KL to the source (nats per token) before and after, at the step that won.
+    """What training did: held-out KL to the source and cross-entropy (nats per token) before and after, at the step
+    that won.
 
-    curve: {"step", "loss"} and {"step", "eval_kl", "eval_ce"} entries. max_difference: of logits on export, relative
-    to the largest; None but in the main process.
+    curve: {"step", "loss"} and {"step", "eval_kl", "eval_ce", "eval_loss"} entries. max_difference: of logits on
+    export, relative to the largest; None but in the main process.
     """
 
     out: str
     tokens: int
     kl_before: float
     kl_after: float
+    ce_before: float
+    ce_after: float
     best_step: int
     max_difference: float | None
     curve: tuple[dict[str, float], ...]
@@ -104,9 +107,10 @@ def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
         )
     curve, judge = _curve(trainer), text.held_out[:1]
     del trainer
-    step, kl = read_best(work / BEST)
-    before = next(entry["eval_kl"] for entry in curve if "eval_kl" in entry)
-    outcome = Outcome(recipe, args.world_size, text.sha256, curve, step, before, kl)
+    step, _ = read_best(work / BEST)
+    judged = {int(entry["step"]): entry for entry in curve if "eval_kl" in entry}
+    before, after = judged[min(judged)], judged[step]
+    outcome = Outcome(recipe, args.world_size, text.sha256, curve, before, after)
     done: Exported | None = None
     if args.process_index == 0:
         done = export(outcome, writer, converted, record, work, judge, resolve_device(recipe.device))
@@ -114,7 +118,10 @@ def finetune(recipe: FinetuneRecipe) -> FinetuneResult:
     if args.process_index == 0:
         shutil.rmtree(work, ignore_errors=True)
     seen = recipe.steps * recipe.batch_size * recipe.window
-    return FinetuneResult(recipe.out, seen, before, kl, step, done.max_difference if done else None, tuple(curve))
+    return FinetuneResult(
+        recipe.out, seen, before["eval_kl"], after["eval_kl"], before["eval_ce"], after["eval_ce"], step,
+        done.max_difference if done else None, tuple(curve),
+    )  # fmt: skip
 
 
 def training_arguments(recipe: FinetuneRecipe, work: Path) -> TrainingArguments:
@@ -246,7 +253,7 @@ def _config_stamp(recipe: FinetuneRecipe) -> dict[str, str]:
 
 
 def _curve(trainer: DistillTrainer) -> list[dict[str, float]]:
-    keys = ("step", "loss", "grad_norm", "learning_rate", "eval_kl", "eval_ce")
+    keys = ("step", "loss", "grad_norm", "learning_rate", "eval_kl", "eval_ce", "eval_loss")
     history = (e for e in trainer.state.log_history if "loss" in e or "eval_kl" in e)
     return [{key: entry[key] for key in keys if key in entry} for entry in history]
 

@@ -38,15 +38,14 @@ COMPARED_TOKENS = 512
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What is recorded of a finished run; held-out KL in nats per token at the start and at best_step."""
+    """What is recorded of a finished run; before, after: the entries of `curve` of the start and of the best step."""
 
     recipe: FinetuneRecipe
     processes: int
     text_sha256: str
     curve: list[dict[str, float]]
-    best_step: int
-    kl_before: float
-    kl_after: float
+    before: dict[str, float]
+    after: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -144,13 +143,17 @@ def _files(
     outcome: Outcome, converted: Checkpoint, record: dict[str, Any], work: Path, done: Exported
 ) -> tuple[dict[str, str], list[Path]]:
     recipe = outcome.recipe
+    earlier = record.get("finetune", {})
     finetune = {
+        "earlier": [*earlier.pop("earlier", []), earlier] if earlier else [],
         "recipe": recipe.to_dict(),
         "processes": outcome.processes,
         "tokens": recipe.steps * recipe.batch_size * recipe.window,
         "text_sha256": outcome.text_sha256,
         "start": converted.hashes(),
-        "held_out_kl": {"before": outcome.kl_before, "after": outcome.kl_after, "step": outcome.best_step},
+        "held_out_kl": {"before": outcome.before["eval_kl"], "after": outcome.after["eval_kl"]},
+        "held_out_ce": {"before": outcome.before["eval_ce"], "after": outcome.after["eval_ce"]},
+        "step": outcome.after["step"],
         "export": {"max_difference": done.max_difference, "storage_kl": done.stored_kl},
         "curve": outcome.curve,
         "environment": environment(),

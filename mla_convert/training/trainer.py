@@ -100,7 +100,9 @@ class DistillTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """KL(source || model) at temperature 1 and cross-entropy on the held-out windows, nats per token."""
+        """On the held-out windows, nats per token: KL(source || model) at temperature 1, cross-entropy, and the mixture
+        of both that is trained, which decides the best step.
+        """
         model = self.model_wrapped
         was_training = model.training
         model.eval()
@@ -112,18 +114,20 @@ class DistillTrainer(Trainer):
             sums += torch.stack([out["kl"], out["ce"]]).cpu()
         model.train(was_training)
         held_kl, held_ce = (sums / len(self.judges)).tolist()
-        metrics = {"eval_kl": held_kl, "eval_ce": held_ce}
+        kd = self.student.weights.kd
+        held_loss = kd * held_kl + (1 - kd) * held_ce
+        metrics = {"eval_kl": held_kl, "eval_ce": held_ce, "eval_loss": held_loss}
         self.log(dict(metrics))
-        self.keep_if_best(held_kl)
+        self.keep_if_best(held_loss)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def keep_if_best(self, held_kl: float) -> None:
-        """Write the trained tensors to best.safetensors if `held_kl` is the lowest so far (NaN is not)."""
+    def keep_if_best(self, held_loss: float) -> None:
+        """Write the trained tensors to best.safetensors if `held_loss` is the lowest so far (NaN is not)."""
         path = Path(str(self.args.output_dir), BEST)
         better = torch.zeros(1, device=self.args.device)
         if self.is_world_process_zero():
-            better.fill_(not path.exists() or held_kl < read_best(path)[1])
+            better.fill_(not path.exists() or held_loss < read_best(path)[1])
         if self.args.world_size > 1:  # the main process decides: gathering shards takes all of them
             torch.distributed.broadcast(better, src=0)
         if not better.item():
@@ -135,16 +139,16 @@ class DistillTrainer(Trainer):
                 tensors[_plain(name)] = whole.detach().cpu().contiguous()
         if self.is_world_process_zero():
             half = path.with_suffix(".partial")
-            save_file(tensors, half, metadata={"step": str(self.state.global_step), "kl": repr(held_kl)})
+            save_file(tensors, half, metadata={"step": str(self.state.global_step), "loss": repr(held_loss)})
             os.replace(half, path)
         self.accelerator.wait_for_everyone()
 
 
 def read_best(path: Path) -> tuple[int, float]:
-    """Step and held-out KL of a best.safetensors."""
+    """Step and held-out loss of a best.safetensors."""
     with safe_open(str(path), framework="pt") as file:
         metadata = file.metadata()
-    return int(metadata["step"]), float(metadata["kl"])
+    return int(metadata["step"]), float(metadata["loss"])
 
 
 def _stack(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -243,7 +247,7 @@ class ShowProgress(TrainerCallback):
         if "loss" in logs:
             self.loss = f"loss {logs['loss']:.4f}"
         if "eval_kl" in logs:
-            self.held_out = f"held-out KL {logs['eval_kl']:.4f}"
+            self.held_out = f"held-out KL {logs['eval_kl']:.4f}, cross-entropy {logs['eval_ce']:.4f}"
             if state.is_world_process_zero:
                 logger.info("step %d: %s nats per token", state.global_step, self.held_out)
         if self.task is not None:
