@@ -189,6 +189,7 @@ SHIPPED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     "smollm2_135m_192": (ConvertRecipe, {"kv_lora_rank": 128, "qk_rope_head_dim": 64}),
     "smollm2_135m_96": (ConvertRecipe, {"kv_lora_rank": 38, "qk_rope_head_dim": 58}),
     "smollm2_135m_96_tuned": (FinetuneRecipe, {"converted": "smollm2-135m-mla-96", "optimizer": "muon"}),
+    "smollm2_135m_96_tuned_on": (FinetuneRecipe, {"converted": "smollm2-135m-mla-96-tuned", "kd_weight": 0.5}),
     "smollm2_135m_128": (ConvertRecipe, {"kv_lora_rank": 70, "qk_rope_head_dim": 58}),
     "smollm2_135m_128_tuned": (FinetuneRecipe, {"converted": "smollm2-135m-mla-128", "optimizer": "muon"}),
     "llama3_8b_512_64": (ConvertRecipe, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
