@@ -20,6 +20,8 @@ from mla_convert.benchmark.bench_report import print_bench
 from mla_convert.benchmark.bench_step import Decoder, Seconds, _Clock
 from mla_convert.errors import BadCheckpoint, BadOption, UnsupportedSource
 from mla_convert.interface.bench_recipe import BenchRecipe, counts, size_in_bytes
+from mla_convert.modeling.attention import MLAttention
+from mla_convert.source.loading import load_model
 
 bench_module = importlib.import_module("mla_convert.benchmark.bench")
 RANKS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -228,6 +230,53 @@ def test_a_shape_that_is_none_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedSource, match="NoHeads: its config has no num_key_value_heads"):
         sizes_of(NoHeads())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4"])
+def test_a_native_conversion_is_timed_expanded_and_absorbed(tmp_path: Path, family: str) -> None:
+    source, out = str(tiny_model(tmp_path / "source", family)), str(tmp_path / "out")
+    mla_convert.convert(source=source, out=out, kv_lora_rank=8, qk_rope_head_dim=4, method="svd", format="native")
+    cells = mla_convert.bench(
+        models=(source, out), context="40", new_tokens=2, repeats=1, prefill=0, cache_dtype="int8"
+    ).cells
+    assert [cell.variant for cell in cells] == ["source", "out, expanded", "out, absorbed"]  # it reads no int8 cache
+    layers = json.loads((Path(out) / "config.json").read_text())["num_hidden_layers"]
+    for cell in cells[1:]:
+        assert cell.cache_bytes is not None and cell.cache_formula == 4 * layers * 12 * 40
+        assert cell.core is not None and cell.core > 0
+
+
+def test_the_paths_of_a_native_model_are_really_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = str(tiny_model(tmp_path / "source", "qwen3")), str(tmp_path / "out")
+    mla_convert.convert(source=source, out=out, kv_lora_rank=8, qk_rope_head_dim=4, method="svd", format="native")
+    taken = list[str]()
+    for way in ("_expanded", "_absorbed"):
+        inner = getattr(MLAttention, way)
+        monkeypatch.setattr(MLAttention, way, lambda *a, inner=inner, way=way: (taken.append(way), inner(*a))[1])
+    model = load_model(out, torch.float32, torch.device("cpu"))
+    for variant in ("expanded", "absorbed"):
+        taken.clear()
+        decoder = Decoder("m", model, variant)
+        decoder.fill(9, 1, 0)
+        decoder.steps(1)
+        assert set(taken) == {f"_{variant}"}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "match"),
+    [
+        ("mixtral", {}, "a sliding window cache a bounded number of tokens; bench takes models whose layers all"),
+        ("qwen3", {"keep_layers": "1"}, "its layers cache different numbers .kept layers"),
+    ],
+)
+def test_layers_that_differ_are_refused(tmp_path: Path, family: str, options: dict[str, str], match: str) -> None:
+    folder = str(tiny_model(tmp_path / "source", family))
+    if options:
+        sizes = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "method": "svd", "format": "native"}
+        mla_convert.convert(source=folder, out=str(tmp_path / "out"), **sizes, **options)
+        folder = str(tmp_path / "out")
+    with pytest.raises(UnsupportedSource, match=match):
+        mla_convert.bench(models=(folder,), context="40", new_tokens=2, repeats=1, prefill=0)
 
 
 def test_a_model_that_is_not_there_is_named_before_any_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from mla_convert.errors import BadCheckpoint, BadOption, MlaConvertError, Target
 from mla_convert.interface.finetune_recipe import FinetuneRecipe
 from mla_convert.source.loading import load_tokenizer
 from mla_convert.training.finetune import FinetuneResult, training_arguments
+from mla_convert.training.train_data import read_training_text
 from mla_convert.training.train_model import Student
 from mla_convert.training.trainer import last_checkpoint
 
@@ -223,10 +224,26 @@ def test_killed_run_leaves_the_last_good_checkpoint(
     assert not out.exists() and last_checkpoint(work) == work / "checkpoint-8"
     (work / "checkpoint-9").mkdir()  # what a kill while saving leaves
     (work / "checkpoint-9" / "model.safetensors").write_bytes(b"half")
+    settings = (work / "settings.json").read_text()
+    edit_json(work / "settings.json", order="of other weights")  # --data may move, and its weights are part of it
+    with pytest.raises(BadOption, match="holds an unfinished run with order=of other weights, now order="):
+        tune(made, out)
+    (work / "settings.json").write_text(settings)
     with pytest.raises(BadOption, match=r"holds an unfinished run with learning_rate=0.003, now learning_rate=0.1"):
         tune(made, out, learning_rate=0.1)
     assert_same_run(out, tune(made, out), tuned)
     assert not work.exists()
+
+
+def test_the_order_tells_weights_of_texts_apart(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text(" ".join(["cache token"] * 400))
+
+    def order(*data: str) -> str:
+        recipe = FinetuneRecipe(made[0], made[1], str(tmp_path / "out"), data=data, window=WINDOW, tokens=64 * WINDOW)
+        return read_training_text(recipe, load_tokenizer(made[0])).order_sha256
+
+    one, two = made[2], str(tmp_path / "other.txt")
+    assert order(one, two) == order(one, two) != order(f"{one}:3.0", two) != order(one, f"{two}:3.0")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

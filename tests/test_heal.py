@@ -15,7 +15,7 @@ import mla_convert
 from mla_convert.calibration.stream import LatentAttention
 from mla_convert.errors import BadOption
 from mla_convert.formats.layer import MLALayer, attend_expanded
-from mla_convert.interface.recipe import ConvertRecipe, HealSettings
+from mla_convert.interface.recipe import ConvertRecipe, HealRecipe, HealSettings
 from mla_convert.training import healing
 from mla_convert.training.healing import HealReport, LayerTask, heal_layer, with_unit_latent
 
@@ -175,7 +175,7 @@ def test_what_is_written_is_what_was_healed(
     assert all(not torch.equal(before[name], after[name]) for name in before if ".mlp." in name)
 
 
-@pytest.mark.parametrize(("family", "options"), [("llama", ",train=attention"), ("qwen3_moe", "")])
+@pytest.mark.parametrize(("family", "options"), [("llama", ",train=attention"), ("qwen3_moe", ""), ("gpt_oss", "")])
 def test_healing_leaves_mlps_alone_where_asked_and_experts_always(tmp_path: Path, family: str, options: str) -> None:
     source = tiny_model(tmp_path / "source", family, dtype=torch.float32, projection_std=0.1)
     (tmp_path / "text.txt").write_text(TEXT)
@@ -238,6 +238,18 @@ def test_swapped_arguments_are_told(tmp_path: Path) -> None:
     mla_convert.convert(source=source, out=out, kv_lora_rank=14, qk_rope_head_dim=6, method="svd")
     with pytest.raises(mla_convert.MlaConvertError, match="name SOURCE first, then CONVERTED"):
         mla_convert.verify(source=out, converted=source)
+    with pytest.raises(mla_convert.MlaConvertError, match="name SOURCE first, then CONVERTED"):
+        mla_convert.heal(source=out, converted=source, out=str(tmp_path / "healed"))
+
+
+def test_a_home_folder_is_as_safe_as_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # "~" hid that OUT is the conversion itself, which --overwrite then replaced.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "conv").mkdir()
+    for converted, out in (("~/conv", "~/conv"), (str(tmp_path / "conv"), "~/conv"), ("~/conv", str(tmp_path))):
+        with pytest.raises(BadOption, match="is or holds the source"):
+            HealRecipe(source="a", converted=converted, out=out, overwrite=True)
+    HealRecipe(source="a", converted="~/conv", out="~/other")
 
 
 def test_the_seed_orders_the_windows() -> None:
@@ -254,11 +266,11 @@ def test_the_seed_orders_the_windows() -> None:
         ("stepz=3", "'stepz' is not one of steps"),
         ("steps=many", "steps='many' is no int"),
         ("windows=5", "names no steps"),
-        ("steps=5,windows=4", "more than held_out"),
-        ("steps=5,lr=-1", "lr above 0"),
+        ("steps=5,windows=4", "windows=4 more than held_out=4.*give more windows or hold out fewer"),
+        ("steps=5,lr=-1", "lr=-1.0 above 0"),
         ("steps=5,train=mlp", "train='mlp': use one of layers, attention"),
-        ("steps=5,lr=nan", "lr above 0"),
-        ("steps=5,lr=inf", "lr above 0"),
+        ("steps=5,lr=nan", "lr=nan above 0"),
+        ("steps=5,lr=inf", "lr=inf above 0"),
     ],
 )
 def test_bad_settings_are_named(text: str, match: str) -> None:

@@ -1,6 +1,7 @@
 """Reports of suites: the README's table, the page, several files as one; worked out from a written-down result."""
 
 import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import mla_convert
 from mla_convert.errors import BadOption
 from mla_convert.evaluation.suite_html import html_page
 from mla_convert.evaluation.suite_report import markdown_table, merged, over_texts, print_suite, worst_text
+from mla_convert.interface import pictures
 from mla_convert.interface.report import write_json
 
 
@@ -49,7 +51,8 @@ def model(label: str, cache: int, excess: tuple[float, float], reference: bool =
 
 def result(*others: dict[str, Any]) -> dict[str, Any]:
     suite = {
-        "name": "small", "window": 8, "retrieval": {"passkey": {}}, "greedy": {}, "bootstrap": {"confidence": 0.95},
+        "name": "small", "window": 8, "retrieval": {"passkey": {}}, "greedy": {}, "decode": {}, "lm_eval": None,
+        "bootstrap": {"confidence": 0.95},
     }  # fmt: skip
     return {
         "suite": suite | {"greedy": {"prompts": 2}},
@@ -134,6 +137,60 @@ def test_other_files_are_no_results(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(BadOption, match="holds no results of a suite"):
         mla_convert.write_report(results=(str(tmp_path / "x.json"),))
+
+
+def test_a_report_never_replaces_what_it_reads(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    write_json(result(SMALL), file)
+    before = file.read_bytes()
+    for options in ({"html": str(file)}, {"markdown": f"{tmp_path}/./a.json"}):
+        with pytest.raises(BadOption, match=r"a.json would replace .*a.json; choose another file"):
+            mla_convert.write_report(results=(str(file),), **options)
+    with pytest.raises(BadOption, match="would replace the page"):
+        mla_convert.write_report(results=(str(file),), html=str(tmp_path / "x"), markdown=str(tmp_path / "x"))
+    assert file.read_bytes() == before
+
+
+def test_damaged_results_are_no_results(tmp_path: Path) -> None:
+    without = result(SMALL)
+    without["models"] = without["models"][1:]
+    for number, content in enumerate(({"suite": {}, "models": []}, without)):
+        write_json(content, tmp_path / f"{number}.json")
+        with pytest.raises(BadOption, match=f"{number}.json holds no results of a suite"):
+            mla_convert.write_report(results=(str(tmp_path / f"{number}.json"),))
+
+
+def test_suites_that_measure_other_things_are_reported_apart() -> None:
+    other = copy.deepcopy(result(SMALL))
+    other["suite"]["greedy"] = None
+    with pytest.raises(BadOption, match="b and a differ in the suite's greedy; report them apart"):
+        merged([result(SMALL), other], ("a", "b"))
+    renamed = copy.deepcopy(result(model("third", 250, (0.2, 0.2))))
+    renamed["models"][0]["label"] = "the same source"
+    assert [m["label"] for m in merged([result(SMALL), renamed], ("a", "b"))["models"]] == ["source", "half", "third"]
+
+
+def test_a_model_that_predicts_nothing_is_reported(tmp_path: Path) -> None:
+    # write_json writes NaN as text; read back it must be a number, or no table can be made of it.
+    broken = copy.deepcopy(SMALL)
+    broken["parts"]["text prose"] |= {"excess": math.nan, "kl": math.nan, "excess_interval": [math.nan, math.inf]}
+    write_json(result(broken), tmp_path / "a.json")
+    found = mla_convert.write_report(
+        results=(str(tmp_path / "a.json"),), html=str(tmp_path / "a.html"), markdown=str(tmp_path / "a.md")
+    )
+    assert math.isnan(found["models"][1]["parts"]["text prose"]["kl"])
+    assert "| half | 500 | **+nan (+nan to +inf)** |" in (tmp_path / "a.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["$x_{$ a", "_hidden", "run[/v2]", "a|b", "<b>"])
+def test_any_name_can_be_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = result(model(name, 500, (0.1, 0.2)), model("other", 250, (0.2, 0.2)))
+    shown = html_page(odd)
+    print_suite(odd, Console(width=300))
+    assert name in capsys.readouterr().out
+    assert name.replace("|", "\\|") in markdown_table(odd)
+    if name == "_hidden":  # pictures leave such labels out of their legends
+        assert pictures.plain(name) == " _hidden" and shown.count("<svg") == 4
 
 
 def test_the_terminal_says_which_text_is_worst() -> None:

@@ -18,7 +18,8 @@ import mla_convert
 from mla_convert import cli
 from mla_convert.errors import BadOption
 from mla_convert.evaluation import suite_parts
-from mla_convert.evaluation.suite import read_suite, stdlib_documents
+from mla_convert.evaluation.suite import BootstrapSpec, DecodeSpec, read_suite, stdlib_documents
+from mla_convert.evaluation.suite_html import html_page
 from mla_convert.evaluation.suite_texts import read_texts
 
 SUITES = Path(__file__).parent.parent / "eval" / "suites"
@@ -104,6 +105,8 @@ def test_a_damaged_part_is_measured_again(models: dict[str, str], tmp_path: Path
         (SUITE.replace("confidence: 0.9", "confidence: 95"), "confidence=95 must be a number between 0 and 1"),
         (SUITE.replace("lengths: [170, 300]", "lengths: [long]"), "lengths: 'long' is not what belongs there"),
         (SUITE.replace("bfloat16: true", "bfloat16: maybe"), "bfloat16='maybe' must be true or false"),
+        (SUITE.replace("lengths: [170, 300]", "lengths: [-64]"), "lengths: -64 is not what belongs there"),
+        ("name: s\nwindow: 8\nwindows: 1\ntexts: {a: {python: topics}}\ngreedy: {}\n", "greedy lacks prompts"),
         ("- a\n", "holds list, not option names"),
     ],
 )
@@ -111,6 +114,25 @@ def test_a_wrong_suite_is_named(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "s.yaml").write_text(text)
     with pytest.raises(BadOption, match=match):
         read_suite(str(tmp_path / "s.yaml"))
+
+
+def test_empty_parts_mean_their_defaults_and_empty_keys_nothing(tmp_path: Path) -> None:
+    least = "name: s\nwindow: 256\nwindows: 1\ntexts: {a: {python: topics}}\n"
+    (tmp_path / "s.yaml").write_text(least + "decode: {}\nbootstrap: {}\ngreedy:\nstride:\n")
+    suite = read_suite(str(tmp_path / "s.yaml"))
+    assert suite.decode == DecodeSpec() and suite.bootstrap == BootstrapSpec() and suite.greedy is None
+    # the name of the file is no key: "shots" alone may be 0
+    (tmp_path / "shots.yaml").write_text(least.replace("windows: 1", "windows: 0"))
+    with pytest.raises(BadOption, match="windows=0 must be a whole number of 1 or more"):
+        read_suite(str(tmp_path / "shots.yaml"))
+
+
+def test_a_text_may_have_any_name(models: dict[str, str], tmp_path: Path) -> None:
+    suite = tmp_path / "s.yaml"
+    suite.write_text('name: s\nwindow: 32\nwindows: 2\ntexts: {"a/b": {python: topics}, "../$x_{": {python: stdlib}}\n')
+    result = run(models, tmp_path / "parts", "source", "mla4", suite=str(suite))
+    assert {"text a/b", "text ../$x_{"} <= result.models[1].parts.keys()
+    assert html_page(result.to_json()).count("<svg") >= 1
 
 
 def test_the_shipped_suites_are_whole(tmp_path: Path) -> None:

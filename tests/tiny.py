@@ -6,6 +6,7 @@ from uniform; rope_theta and rms_norm_eps are not the class defaults, so that a 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import pickle
@@ -179,10 +180,11 @@ def tiny_model(
 
 def tiny_class(family: str, overrides: dict[str, Any]) -> Any:
     """A model of `family` with transformers' random weights."""
+    base = copy.deepcopy(DIMENSIONS)  # config classes write into the RoPE settings they are given
     if family in FAMILIES:
         config_class, model_class, extra = FAMILIES[family]
-        return model_class(config_class(**(DIMENSIONS | extra | overrides)))
-    dimensions = DIMENSIONS | NATIVE[family] | overrides
+        return model_class(config_class(**(base | extra | overrides)))
+    dimensions = base | NATIVE[family] | overrides
     fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
     known = {key: value for key, value in dimensions.items() if key in fields or key in NATIVE[family] | overrides}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **known), attn_implementation="eager")

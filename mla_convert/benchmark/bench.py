@@ -19,6 +19,7 @@ import torch
 
 from mla_convert.benchmark.bench_models import Sizes, named_models, sizes_of
 from mla_convert.benchmark.bench_step import Decoder, Seconds, timed
+from mla_convert.decoding.absorb_model import absorbable
 from mla_convert.interface import report
 from mla_convert.interface.bench_recipe import BenchRecipe, counts, size_in_bytes
 from mla_convert.source.loading import resolve_device, resolve_dtype
@@ -106,12 +107,10 @@ def bench(recipe: BenchRecipe) -> BenchResult:
     device, dtype = resolve_device(recipe.device), resolve_dtype(recipe.dtype)
     contexts, batches = counts("context", recipe.context), counts("batch", recipe.batch)
     report.check_targets(recipe.json, recipe.plot)
-    latent = [("expanded", "auto"), ("absorbed", "auto")]
-    latent += [] if recipe.cache_dtype == "auto" else [("absorbed", recipe.cache_dtype)]
     decoders = [
         Decoder(name, model, variant, cache_dtype)
         for name, model in named_models(recipe, dtype, device)
-        for variant, cache_dtype in (latent if sizes_of(model).latent else [("source", "auto")])
+        for variant, cache_dtype in _variants(recipe, model)
     ]
     memory = size_in_bytes(recipe.memory) if recipe.memory else _total_memory(device)
     before = measure_limits(dtype, device)
@@ -131,6 +130,13 @@ def bench(recipe: BenchRecipe) -> BenchResult:
 
         plot_bench(result, recipe.plot)
     return result
+
+
+def _variants(recipe: BenchRecipe, model: Any) -> list[tuple[str, str]]:
+    if not sizes_of(model).latent:
+        return [("source", "auto")]
+    quantised = [] if recipe.cache_dtype == "auto" or not absorbable(model) else [("absorbed", recipe.cache_dtype)]
+    return [("expanded", "auto"), ("absorbed", "auto"), *quantised]
 
 
 def measure_limits(dtype: torch.dtype, device: torch.device) -> Limits:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DynamicCache, LlamaConfig, PreTrainedConfig
 
 from mla_convert.errors import BadOption, UnsupportedSource
 from mla_convert.interface.bench_recipe import BenchRecipe
@@ -29,7 +29,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 class Sizes:
     """Per layer: what one sequence caches and computes. `latent` models share one key and value among the heads."""
 
-    latent: bool
+    rank: int  # of the latent; 0: keys and values are cached
+    rope: int  # rotating numbers beside the latent
     layers: int
     num_heads: int
     numbers: int  # cached per token and layer
@@ -38,21 +39,34 @@ class Sizes:
     expanded: int  # numbers per token of a layer's keys and values once expanded, else 0
     weight_bytes: int  # of the whole model
 
+    @property
+    def latent(self) -> bool:
+        """Whether the latent is what is cached."""
+        return self.rank > 0
+
     def cache_bytes(self, tokens: int, itemsize: int) -> int:
         """Bytes of one sequence's cache over all layers."""
         return self.layers * tokens * self.numbers * itemsize
 
 
 def sizes_of(model: torch.nn.Module) -> Sizes:
-    """Count from the config. Raises UnsupportedSource for a config that says neither heads nor latents."""
+    """Count from the config. Raises UnsupportedSource for a config that says neither heads nor latents, and where not
+    all layers cache the same of every token.
+    """
     config: Any = model.config
+    cached = DynamicCache(config=config).layers if isinstance(config, PreTrainedConfig) else []
+    if any(getattr(layer, "is_sliding", False) for layer in cached):
+        raise UnsupportedSource(
+            f"{type(model).__name__}: layers with a sliding window cache a bounded number of tokens; bench takes "
+            "models whose layers all cache every token"
+        )
     weights = sum(p.nbytes for p in model.parameters())
     heads, layers = config.num_attention_heads, config.num_hidden_layers
-    if getattr(config, "kv_lora_rank", None):
-        rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
-        nope, value = config.qk_nope_head_dim, config.v_head_dim
+    found = _latent_widths(model, config)
+    if found is not None:
+        rank, rope, nope, value = found
         return Sizes(
-            True, layers, heads, rank + rope, heads * (2 * rank + rope), heads * rank * (nope + value),
+            rank, rope, layers, heads, rank + rope, heads * (2 * rank + rope), heads * rank * (nope + value),
             heads * (nope + rope + value), weights,
         )  # fmt: skip
     kv_heads = getattr(config, "num_key_value_heads", None)
@@ -60,8 +74,29 @@ def sizes_of(model: torch.nn.Module) -> Sizes:
         raise UnsupportedSource(
             f"{type(model).__name__}: its config has no num_key_value_heads; bench takes Llama-like and DeepSeek models"
         )
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Sizes(False, layers, heads, 2 * kv_heads * width, 2 * heads * width, 0, 0, weights)
+    width = _head_dim(config)
+    return Sizes(0, 0, layers, heads, 2 * kv_heads * width, 2 * heads * width, 0, 0, weights)
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _latent_widths(model: torch.nn.Module, config: Any) -> tuple[int, int, int, int] | None:
+    """kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim and v_head_dim of a stock or native config, else None."""
+    if getattr(config, "mla", None):
+        entries = config.mla["layers"]
+        widths = {entry and (entry["kv_lora_rank"], 2 * len(entry["slots"])) for entry in entries}
+        if len(widths) > 1:
+            raise UnsupportedSource(
+                f"{type(model).__name__}: its layers cache different numbers (kept layers, or ranks per layer); bench "
+                "takes models whose layers are alike"
+            )
+        rank, rope = widths.pop()
+        return rank, rope, entries[0]["qk_nope_head_dim"], _head_dim(config)
+    if getattr(config, "kv_lora_rank", None):
+        return config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
+    return None
 
 
 def named_models(recipe: BenchRecipe, dtype: torch.dtype, device: torch.device) -> list[tuple[str, torch.nn.Module]]:
@@ -104,7 +139,7 @@ def converted_config(source: LlamaConfig, recipe: BenchRecipe) -> DeepseekV3Conf
     """The stock config that converting `source` to the recipe's ranks would give."""
     assert recipe.kv_lora_rank is not None and recipe.qk_rope_head_dim is not None
     heads, rope = source.num_attention_heads, source.rope_parameters or {}
-    width = getattr(source, "head_dim", None) or source.hidden_size // heads
+    width = _head_dim(source)
     return DeepseekV3Config(
         hidden_size=source.hidden_size, intermediate_size=source.intermediate_size, vocab_size=source.vocab_size,
         num_hidden_layers=source.num_hidden_layers, num_attention_heads=heads, num_key_value_heads=heads,

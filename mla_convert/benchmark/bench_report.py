@@ -78,7 +78,7 @@ def plot_bench(result: BenchResult, path: str | Path) -> None:
     for color, variant in enumerate(variants):
         for number, batch in enumerate(batches):
             cells = [c for c in result.cells if (c.variant, c.batch, c.fits) == (variant, batch, True)]
-            label = f"{variant}, batch {batch}" if len(batches) > 1 else variant
+            label = pictures.plain(f"{variant}, batch {batch}" if len(batches) > 1 else variant)
             style = {"color": f"C{color}", "marker": markers[number % len(markers)], "label": label}
             contexts = [c.context for c in cells]
             speed.plot(contexts, [c.tokens_per_second for c in cells], **style)

@@ -15,7 +15,9 @@ from mla_convert.benchmark.bench_models import sizes_of
 from mla_convert.decoding.absorb_model import absorb_model, restore
 from mla_convert.decoding.latent_cache import LatentLayer
 from mla_convert.decoding.quantised_cache import QuantisedLatentCache
+from mla_convert.formats.native import is_native
 from mla_convert.interface.measure import peak_rss
+from mla_convert.modeling.attention import MLAttention
 from mla_convert.source.loading import cache_name
 
 _BLOCK = 1024  # random tokens that are repeated to fill a cache
@@ -64,7 +66,7 @@ class Decoder:
         config = self.model.config
         for index in range(self.sizes.layers):
             if self.sizes.latent:
-                shapes = [(batch, 1, context, config.kv_lora_rank), (batch, 1, context, config.qk_rope_head_dim)]
+                shapes = [(batch, 1, context, self.sizes.rank), (batch, 1, context, self.sizes.rope)]
             else:
                 heads = config.num_key_value_heads
                 shapes = [(batch, heads, context, self.sizes.numbers // (2 * heads))] * 2
@@ -145,7 +147,11 @@ class Decoder:
         return int(self.cache.layers[0].keys.shape[0])
 
     def _enter(self) -> None:
-        if self.variant == "absorbed":
+        if is_native(self.model.config.to_dict()):
+            for module in self.model.modules():
+                if isinstance(module, MLAttention):
+                    module.path = self.variant
+        elif self.variant == "absorbed":
             absorb_model(self.model)
         elif self.variant == "expanded":
             restore(self.model)

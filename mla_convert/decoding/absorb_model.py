@@ -219,7 +219,7 @@ def absorb_model(model: nn.Module, backend: str = "auto") -> nn.Module:
     for _, module in found:
         _absorb_attention(module, backend)
     for plan in dict.fromkeys(str(module.absorption) for _, module in found if fresh):
-        logger.info("absorbed %d attention layers: %s", len(found), plan)
+        logger.debug("absorbed %d attention layers: %s", len(found), plan)
     return model
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from mla_convert.errors import BadOption
-from mla_convert.interface.report import write_json
+from mla_convert.interface.report import read_json, write_json
 from mla_convert.source.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class PartStore:
 
     def _file(self, inputs: dict[str, Any], suffix: str) -> Path:
         text = json.dumps(inputs, sort_keys=True)
-        return self.folder / f"{inputs['part']}-{hashlib.sha256(text.encode()).hexdigest()[:20]}{suffix}"
+        name = re.sub(r"[^\w. -]", "_", inputs["part"])  # any text may be named by its user
+        return self.folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}{suffix}"
 
     def load(self, inputs: dict[str, Any], with_tensors: bool = False) -> dict[str, Any] | None:
         """The part, or None where it is missing, unreadable or (with_tensors) lacks its tensors."""
@@ -42,7 +44,7 @@ class PartStore:
         if not path.is_file() or (with_tensors and not self._file(inputs, ".safetensors").is_file()):
             return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
         except (OSError, ValueError):
             logger.warning("%s is unreadable and is measured again", path)
             return None

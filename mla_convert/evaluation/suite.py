@@ -105,7 +105,7 @@ class Suite:
 
 def read_suite(path: str, extra_texts: tuple[str, ...] = ()) -> Suite:
     """The suite in YAML file `path` with the texts of `--text NAME=FILE` added. Raises BadOption naming the key."""
-    content = read_yaml(path)
+    content = {name: value for name, value in read_yaml(path).items() if value is not None}
     for entry in extra_texts:
         name, equals, data = entry.partition("=")
         if not equals or not name or not data:
@@ -121,7 +121,7 @@ def read_suite(path: str, extra_texts: tuple[str, ...] = ()) -> Suite:
         "lm_eval": HarnessSpec,
         "bootstrap": BootstrapSpec,
     }
-    built = {name: _build(kind, content[name], f"{path}: {name}") for name, kind in parts.items() if content.get(name)}
+    built = {name: _build(kind, content[name], f"{path}: {name}") for name, kind in parts.items() if name in content}
     suite = _build(Suite, {**content, "texts": texts, "retrieval": tasks, **built}, path)
     _check(suite, path)
     return suite
@@ -154,7 +154,7 @@ def _check_kind(declared: str, value: Any, where: str) -> None:
         return
     first = options[0]
     if first == "int" and (
-        not isinstance(value, int) or isinstance(value, bool) or value < (0 if "shots" in where else 1)
+        not isinstance(value, int) or isinstance(value, bool) or value < (0 if where.endswith("shots") else 1)
     ):
         raise BadOption(f"{where}={value!r} must be a whole number of 1 or more")
     if first == "float" and (not isinstance(value, float) or not 0 < value < 1):
@@ -169,7 +169,7 @@ def _check_kind(declared: str, value: Any, where: str) -> None:
         kinds: dict[str, Any] = {"tuple[int": int, "tuple[float": (int, float), "tuple[str": str}
         inner = kinds[first.split(",")[0]]
         for entry in value:
-            if not isinstance(entry, inner) or isinstance(entry, bool):
+            if not isinstance(entry, inner) or isinstance(entry, bool) or (inner is int and entry < 1):
                 raise BadOption(f"{where}: {entry!r} is not what belongs there ({first})")
 
 

@@ -79,7 +79,9 @@ def _size(result: Result) -> str:
         spreads = [part["excess_interval"] or (part["excess"],) * 2 for _, part in points]
         low = [max(e - spread[0], 0) for e, spread in zip(excess, spreads, strict=True)]
         high = [max(spread[1] - e, 0) for e, spread in zip(excess, spreads, strict=True)]
-        axes.errorbar(where, excess, yerr=[low, high], fmt="o", capsize=3, color=f"C{number}", label=name)
+        axes.errorbar(
+            where, excess, yerr=[low, high], fmt="o", capsize=3, color=f"C{number}", label=pictures.plain(name)
+        )
     axes.plot([1], [0], "D", markersize=11, color="black", markerfacecolor="none", label="reference")
     axes.axhline(0, color="black", linewidth=0.8, linestyle="--", alpha=0.5)
     axes.set_xlim(0, max(1.1, axes.get_xlim()[1]))
@@ -96,9 +98,9 @@ def _bars(result: Result, others: list[Mapping[str, Any]]) -> str:
     for number, model in enumerate(others):
         places = [at + (number - (len(others) - 1) / 2) * width for at in range(len(names))]
         excess = [model["parts"][f"text {name}"]["excess"] for name in names]
-        bars = axes.bar(places, excess, 0.92 * width, color=f"C{number}", label=model["label"])
+        bars = axes.bar(places, excess, 0.92 * width, color=f"C{number}", label=pictures.plain(model["label"]))
         axes.bar_label(bars, [f"{value:+.3f}" for value in excess], padding=2, fontsize=8)
-    axes.set_xticks(range(len(names)), names)
+    axes.set_xticks(range(len(names)), [pictures.plain(name) for name in names])
     axes.axhline(0, color="black", linewidth=0.8)
     axes.margins(y=0.15)
     axes.set_ylabel("excess, nats per token")
@@ -115,7 +117,7 @@ def _positions(result: Result, others: list[Mapping[str, Any]]) -> str:
                 stretches.setdefault((row["from"], row["to"]), []).append((row["excess"], row["tokens"]))
         where = [(first * last) ** 0.5 for first, last in stretches]
         means = [sum(e * n for e, n in rows) / sum(n for _, n in rows) for rows in stretches.values()]
-        axes.plot(where, means, "o-", color=f"C{number}", label=model["label"])
+        axes.plot(where, means, "o-", color=f"C{number}", label=pictures.plain(model["label"]))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.axhline(0, color="black", linewidth=0.8, linestyle="--", alpha=0.5)
@@ -127,7 +129,7 @@ def _positions(result: Result, others: list[Mapping[str, Any]]) -> str:
 
 def _speed(result: Result) -> str:
     figure, axes = _figure(1.2 + 0.45 * len(result["models"]))
-    labels = [model["label"] for model in result["models"]]
+    labels = [pictures.plain(model["label"]) for model in result["models"]]
     speeds = [model["parts"]["decode"]["tokens_per_second"] for model in result["models"]]
     bars = axes.barh(range(len(labels)), speeds, color="C0")
     axes.bar_label(bars, [f"{speed:.1f}" for speed in speeds], padding=3, fontsize=9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from mla_convert.errors import BadOption
 from mla_convert.interface.recipe import ReportRecipe
-from mla_convert.interface.report import check_targets
+from mla_convert.interface.report import check_targets, read_json
 
 Result = Mapping[str, Any]
 
@@ -23,6 +22,7 @@ def write_report(recipe: ReportRecipe) -> dict[str, Any]:
     """Read recipe.results as one result and write recipe.html and recipe.markdown. Raises BadOption for other files."""
     check_targets(recipe.html, None)
     check_targets(recipe.markdown, None)
+    _check_apart(recipe)
     result = merged([_read(path) for path in recipe.results], recipe.results)
     if recipe.html is not None:
         from mla_convert.evaluation.suite_html import html_page
@@ -33,29 +33,45 @@ def write_report(recipe: ReportRecipe) -> dict[str, Any]:
     return result
 
 
+def _check_apart(recipe: ReportRecipe) -> None:
+    taken = {Path(name).expanduser().resolve(): name for name in recipe.results}
+    for flag, target in (("html", recipe.html), ("markdown", recipe.markdown)):
+        place = None if target is None else Path(target).expanduser().resolve()
+        if place in taken:
+            raise BadOption(f"{flag}={target} would replace {taken[place]}; choose another file")
+        if place is not None:
+            taken[place] = f"the page that goes to {target}"
+
+
 def _read(path: str) -> dict[str, Any]:
     try:
-        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise BadOption(f"cannot read results {path}: {error}") from error
-    if not isinstance(content, dict) or "suite" not in content or "models" not in content:
+    whole = isinstance(content, dict) and content.keys() >= {"suite", "models", "texts", "bos", "environment"}
+    if not whole or not any(model.get("is_reference") for model in content["models"]):
         raise BadOption(f"{path} holds no results of a suite; name a file that `mla-convert eval --suite` wrote")
-    return content
+    return content  # type: ignore[no-any-return]
 
 
 def merged(results: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, Any]:
-    """One result with the models of all, the first file's first. Raises BadOption unless the tokens are the same."""
+    """One result with the models of all, the first file's first. Raises BadOption unless all measured the same."""
     first = dict(results[0])
+    if len(results) > 1:  # what was reused says nothing of several runs
+        first = {key: value for key, value in first.items() if key not in ("measured", "reused")}
     models = {(m["label"], m["sha256"], m["dtype"]): m for m in reversed(results[0]["models"])}
     models = dict(reversed(models.items()))
     for name, other in zip(names[1:], results[1:], strict=True):
         for key in ("texts", "bos"):
             if other[key] != first[key]:
                 raise BadOption(f"{name} and {names[0]} were measured on different texts ({key}); report them apart")
+        for key in ("decode", "retrieval", "greedy", "lm_eval"):
+            if other["suite"][key] != first["suite"][key]:
+                raise BadOption(f"{name} and {names[0]} differ in the suite's {key}; report them apart")
         references = [next(m["sha256"] for m in each["models"] if m["is_reference"]) for each in (first, other)]
         if references[0] != references[1]:
             raise BadOption(f"{name} and {names[0]} compare with different references; report them apart")
-        for model in other["models"]:
+        for model in (model for model in other["models"] if not model["is_reference"]):
             models.setdefault((model["label"], model["sha256"], model["dtype"]), model)
     return {**first, "models": list(models.values())}
 
@@ -149,9 +165,10 @@ def legend(result: Result) -> str:
 def markdown_table(result: Result) -> str:
     """The table of a README, with its legend; the worst text is bold."""
     headings = ["model", *columns_of(result)]
-    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
-    for model in result["models"]:
-        lines.append(f"| {' | '.join([model['label'], *cells_of(result, model, ('**', '**'))])} |")
+    rows = [[model["label"], *cells_of(result, model, ("**", "**"))] for model in result["models"]]
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (headings, *rows)]
+    lines = [f"| {line} |" for line in lines]
+    lines.insert(1, "|---|" + "---:|" * (len(headings) - 1))
     versions = result["environment"]["versions"]
     made = f"commit {result['commit'] or 'unknown'}, torch {versions['torch']}, transformers {versions['transformers']}"
     return "\n".join([*lines, "", f"{legend(result)} Measured with {made}, on {result['device']}.", ""])
@@ -160,7 +177,9 @@ def markdown_table(result: Result) -> str:
 def print_suite(result: Result, console: Console | None = None) -> None:
     """One block per model on stdout, the figures of the table under each other; the worst text is marked."""
     console = console or Console()
-    table = Table(title=f"suite {result['suite']['name']}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=f"suite {escape(result['suite']['name'])}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     table.add_column("")
     for model in result["models"]:
         table.add_column(escape(model["label"]), justify="right", overflow="fold")
@@ -168,7 +187,7 @@ def print_suite(result: Result, console: Console | None = None) -> None:
     for number, name in enumerate(columns_of(result)):
         table.add_row(escape(name), *(row[number] for row in rows))
     console.print(table)
-    console.print(legend(result), style="dim", highlight=False)
+    console.print(legend(result), style="dim", highlight=False, markup=False)
     if "measured" in result:
         console.print(
             f"{result['measured']} parts measured, {result['reused']} taken from an earlier run.", style="dim"

@@ -159,7 +159,8 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
     total, peak = sum(done.seconds for done in result.stages), max(done.peak_rss for done in result.stages)
     stages.add_row("all", f"{total:.1f}", f"{peak / 2**30:.2f}")
     console.print(stages)
-    console.print(f"In {result.out}: checkpoint/ (loads with stock transformers), demo.json, demo.png", highlight=False)
+    said = f"In {result.out}: checkpoint/ (loads with stock transformers), demo.json, demo.png"
+    console.print(said, highlight=False, markup=False)
 
 
 def _figures(result: DemoResult) -> Table:

@@ -18,6 +18,11 @@ def new(width: float = 8, height: float = 5, columns: int = 1) -> tuple[Any, Any
     return figure, axes[0, 0] if columns == 1 else axes[0]
 
 
+def plain(name: str) -> str:
+    """`name` as a label that shows it: no mathematics between dollars, and not left out of legends for a leading _."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
 def save(figure: Any, target: str | Path | IO[str], **options: Any) -> None:
     """Write `figure` to a file, in the format of its suffix, or to a stream, with savefig's `options`; free it."""
     from matplotlib import pyplot as plt

@@ -63,8 +63,9 @@ class HealSettings:
             or not 0 < settings.lr < math.inf
         ):
             raise BadOption(
-                f"heal={text!r}: steps must be 0 or more, lr above 0, and windows ({settings.windows}) more than "
-                f"held_out ({settings.held_out}), which is 1 or more"
+                f"heal: steps={settings.steps} must be 0 or more, lr={settings.lr} above 0, and windows="
+                f"{settings.windows} more than held_out={settings.held_out}, which is 1 or more; give more windows or "
+                "hold out fewer"
             )
         return settings
 
@@ -298,8 +299,8 @@ class DemoRecipe(Recipe):
 
 def _check_apart(source: str, out: str) -> None:
     # `--overwrite` replaces the whole folder OUT, so a source in or at OUT would be deleted.
-    if not Path(source).exists():
+    if not Path(source).expanduser().exists():
         return
-    inside, target = Path(source).resolve(), Path(out).resolve()
+    inside, target = Path(source).expanduser().resolve(), Path(out).expanduser().resolve()
     if inside == target or target in inside.parents:
         raise BadOption(f"out={out} is or holds the source {source}: choose a folder apart from it")

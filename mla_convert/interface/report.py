@@ -137,7 +137,7 @@ def print_evaluation(result: EvalResult, console: Console | None = None) -> None
     for name in ("perplexity", *beside, "cache B", *(() if as_computed else ("formula",)), *share):
         table.add_column(name, justify="right", no_wrap=True)
     for score in result.scores:
-        cells = [_short(score.model), f"{score.perplexity:,.2f}"]
+        cells = [escape(_short(score.model)), f"{score.perplexity:,.2f}"]
         if reference:
             cells += ["reference", "", ""] if score.is_reference else _beside(score)
         cells += [f"{score.cache_measured:,}"] + ([] if as_computed else [f"{score.cache_formula:,}"])
@@ -147,7 +147,7 @@ def print_evaluation(result: EvalResult, console: Console | None = None) -> None
     console.print(table)
     console.print(
         f"{result.windows} windows of {result.window} tokens, stride {result.stride}, {result.bos}; text "
-        f"{', '.join(result.text)} (sha256 {result.text_sha256[:12]}); {result.dtype} on {result.device}; "
+        f"{escape(', '.join(result.text))} (sha256 {result.text_sha256[:12]}); {result.dtype} on {result.device}; "
         f"peak memory {result.peak_rss / 2**30:.2f} GiB. Excess: nats per token over the reference, "
         "± its standard error over windows. Cache: bytes per token of the tensors held, all layers"
         + (", as by the formula." if as_computed else "; NOT as by the formula."),
@@ -242,11 +242,24 @@ def _beside(score: ModelScore) -> list[str]:
 
 
 def _label(score: ModelScore, reference: ModelScore | None) -> str:
-    name = f"{_short(score.model)}: perplexity {score.perplexity:,.2f}"
+    name = f"{pictures.plain(_short(score.model))}: perplexity {score.perplexity:,.2f}"
     if reference is None or score.is_reference:
         return f"{name}, {score.cache_measured:,} bytes per token"
     share = score.cache_measured / reference.cache_measured
     return f"{name}, {score.cache_measured:,} bytes per token ({share:.0%} of the source's)"
+
+
+def read_json(path: str | Path) -> Any:
+    """What `write_json` wrote: "nan", "inf" and "-inf" are numbers again."""
+    return _numbers(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_numbers(each) for each in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _plain(value: Any) -> Any:

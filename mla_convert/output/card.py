@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from mla_convert.modeling.configs import PREFIX
 from mla_convert.planning.engines import biases_lost
 from mla_convert.source.cache_size import layer_numbers
+from mla_convert.source.family_table import FAMILIES
 
 CARD = """---
 library_name: transformers
@@ -34,7 +36,7 @@ tags: [multi-head-latent-attention, mla, mla_convert]
 
 # {name}, converted to multi-head latent attention
 
-`{name}` with its attention rewritten as multi-head latent attention by mla_convert {version}; all else is the source's.
+`{name}` with its attention rewritten as multi-head latent attention by mla_convert {version}{rest}.
 Its layers cache {numbers} numbers per token where the source's cache {source_numbers} ({percent:.0f} %). {kind}
 
 ```python
@@ -55,8 +57,10 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER", trust_remote_code=True)"""
 
 EXACT = "The re-encoding is exact."
-HEALED = "Each layer's {what} was fitted to the source's on {tokens:,} tokens after the conversion."
-HEALED_WHAT = {"layers": "attention and dense MLP", "attention": "attention"}
+HEALED = (
+    "After the conversion the {what} of each converted layer was fitted to the source on {tokens:,} tokens, where that "
+    "lowered the error on text held out."
+)
 UNTRAINED = "It has not been trained after the conversion."
 TRAINED = (
     "After the conversion it was distilled on {tokens:,} tokens; the last run took the KL to the source from "
@@ -91,12 +95,15 @@ def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
     layers = layer_numbers(config)
     tuned = record.get("finetune")
     heal = record.get("heal", {"tokens": 0})
+    family = FAMILIES.get(config["model_type"].removeprefix(PREFIX))
+    experts = family is not None and family.has_experts
+    with_mlps = heal["tokens"] > 0 and heal["settings"].get("train") == "layers" and not experts
     trained = UNTRAINED
     if tuned:
         tokens = sum(run["tokens"] for run in (*tuned.get("earlier", ()), tuned))
         trained = TRAINED.format(tokens=tokens, **tuned["held_out_kl"])
     elif heal["tokens"]:
-        trained = HEALED.format(tokens=heal["tokens"], what=HEALED_WHAT[heal["settings"].get("train", "attention")])
+        trained = HEALED.format(tokens=heal["tokens"], what="attention and MLP" if with_mlps else "attention")
     facts = {
         "name": record["recipe"]["source"].rstrip("/").rsplit("/", 1)[-1],
         "version": record["environment"]["versions"]["mla_convert"],
@@ -109,7 +116,8 @@ def model_card(record: dict[str, Any], config: dict[str, Any]) -> str:
         load = LOAD_PACKAGE.format(architecture=config["architectures"][0])
         if config.get("auto_map") is not None:
             load += LOAD_CODE
-        return NATIVE_CARD.format(**facts, numbers=numbers, load=load)
+        rest = "" if with_mlps or tuned else "; all else is the source's"
+        return NATIVE_CARD.format(**facts, numbers=numbers, load=load, rest=rest)
     return CARD.format(
         **facts,
         numbers=layers[0],

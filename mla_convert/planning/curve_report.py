@@ -75,6 +75,8 @@ def plot_curve(curve: Curve, model: str, path: Path) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel("KV cache, share of the source's numbers per token and layer")
     axes.set_ylabel("excess, nats per token")
-    axes.set_title(f"What a smaller cache of {Path(model).name} would lose ({curve.method})", fontsize=11)
+    axes.set_title(
+        f"What a smaller cache of {pictures.plain(Path(model).name)} would lose ({curve.method})", fontsize=11
+    )
     axes.legend(frameon=False)
     pictures.save(figure, path)

@@ -207,6 +207,6 @@ def plot_plan(result: PlanResult, path: Path) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: size_text(value * 2**20))
     axes.set_xlabel("tokens in the sequence")
     axes.set_ylabel(f"KV cache, all layers, {result.cache_dtype}")
-    axes.set_title(f"KV cache of {Path(result.model).name}", fontsize=11)
+    axes.set_title(f"KV cache of {pictures.plain(Path(result.model).name)}", fontsize=11)
     axes.legend(frameon=False, fontsize=9)
     pictures.save(figure, path)

@@ -67,7 +67,8 @@ class Family:
     softcap: attribute with the soft cap of the scores. sinks: whether heads have attention sinks. post_norm: whether
     the attention's output is normalised before it is added. keep: kinds of layers that are kept as they are unless
     --keep-layers says otherwise. renamed: a part of tensor names in the class, and what checkpoints call it. experts:
-    the class's tensor of all experts, and the checkpoint's one tensor per expert whose rows it stacks.
+    the class's tensor of all experts, and the checkpoint's one tensor per expert whose rows it stacks; stacked_experts:
+    the checkpoint stacks them itself.
     """
 
     architecture: str
@@ -86,8 +87,14 @@ class Family:
     keep: str | None = None
     renamed: tuple[str, str] | None = None
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stacked_experts: bool = False
     layer_tensors: Mapping[str, str] = field(default_factory=lambda: LAYER_TENSORS)
     global_tensors: Mapping[str, str] = field(default_factory=lambda: GLOBAL_TENSORS)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its MLPs are mixtures of experts."""
+        return self.stacked_experts or bool(self.experts)
 
     def softcap_of(self, attention: Any) -> float | None:
         """The soft cap of the scores of an attention module of this family."""
@@ -265,5 +272,6 @@ FAMILIES: Mapping[str, Family] = {
         legacy=frozenset({"experts_per_token", "initial_context_length"}),
         tables="single",
         sinks=True,
+        stacked_experts=True,
     ),
 }

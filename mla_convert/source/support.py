@@ -45,7 +45,7 @@ def support(name: str) -> dict[str, str]:
         "windows": "sliding_window" in fields,
         "soft cap": family.softcap is not None,
         "sinks": family.sinks,
-        "experts": bool(family.experts) or "num_local_experts" in fields,
+        "experts": family.has_experts,
     }
     found = {feature: "native" if present else "refused" for feature, present in has.items()}
     if has["biases"]:

@@ -231,7 +231,12 @@ def _read_record(recipe: FinetuneRecipe, source: Checkpoint) -> dict[str, Any]:
 def _claim(work: Path, recipe: FinetuneRecipe, record: dict[str, Any], text: TrainingText) -> None:
     """Make OUT.training this run's own. Raises BadOption if it holds a run with other options."""
     mine = {key: value for key, value in recipe.to_dict().items() if key not in MACHINE_OPTIONS}
-    mine |= {"text": text.sha256, "weights_of": record["source"]["hashes"], "start": _config_stamp(recipe)}
+    mine |= {
+        "text": text.sha256,
+        "order": text.order_sha256,
+        "weights_of": record["source"]["hashes"],
+        "start": _config_stamp(recipe),
+    }
     file = work / "settings.json"
     if file.is_file():
         theirs = json.loads(file.read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """heal: read a written conversion back, fit its layers to the source again, and write the result as a new folder."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from mla_convert.source.family_table import FAMILIES
 from mla_convert.source.loading import load_tokenizer, resolve_device
 from mla_convert.training.healing import HealReport, heal_layers
 
+logger = logging.getLogger(__name__)
+
 # Of the record of what is healed; a healed folder may be healed again.
 KEPT = ("recipe", "converted_by", "calibration", "layers", "heal", "environment")
 
@@ -48,10 +51,10 @@ def heal(recipe: HealRecipe) -> HealResult:
     """
     settings = recipe.settings()
     checkpoint, written = Checkpoint.open(recipe.source), Checkpoint.open(recipe.converted)
-    spec, config = read_spec(checkpoint), written.config
     record = read_record(
         recipe.converted, ("lossless", "kv_lora_rank", "qk_rope_head_dim", "rope_stride"), recipe.source
     )
+    spec, config = read_spec(checkpoint), written.config
     if record["lossless"]:
         raise BadOption(f"{recipe.converted} is an exact re-encoding, so there is nothing to heal")
     if "finetune" in record:
@@ -76,9 +79,11 @@ def heal(recipe: HealRecipe) -> HealResult:
             f"the text gives {len(ids)} windows of {recipe.window} tokens and {recipe.held_out} are held out; "
             "give more text with --data, or a smaller --held-out"
         )
+    if len(ids) < recipe.windows:
+        logger.info("the text gives %d windows of %d tokens, not the %d asked", len(ids), recipe.window, recipe.windows)
     scale = residual_scale(spec.rms_norm_eps)
     folder = NativeFolder(recipe.converted) if native else None
-    experts = bool(FAMILIES[spec.family].experts)  # which healing never changes
+    experts = FAMILIES[spec.family].has_experts  # which healing never changes
 
     def start(index: int) -> ConvertedLayer:
         """Layer `index` as it is written: an earlier healing may have changed its MLP."""

@@ -231,7 +231,7 @@ def _beside(block: nn.Module, family: Family, prefix: str) -> dict[str, str]:
     """The matrices of a decoder layer outside its attention, name in the class -> name in the checkpoint; none where
     there are experts.
     """
-    if family.experts:
+    if family.has_experts:
         return {}
     found = {name: tuple(p.shape) for name, p in block.named_parameters() if p.ndim > 1 and "self_attn." not in name}
     return {name: stored_parts(family, prefix + name, shape)[0][0] for name, shape in found.items()}

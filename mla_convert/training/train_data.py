@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ class TrainingText:
     held_out: Tensor
     order: tuple[int, ...]
     sha256: str
+
+    @property
+    def order_sha256(self) -> str:
+        """Of what is seen when, and of what judges: weights of texts and other held-out windows change it."""
+        return hashlib.sha256(repr((self.order, self.held_out.tolist())).encode()).hexdigest()
 
 
 class WindowDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
