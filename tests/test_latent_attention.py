@@ -64,6 +64,37 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return int(request.param)
 
 
+@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.parametrize("tokens", [1, 36, 37, 300])
+@pytest.mark.parametrize("plus", ["nothing", "cap", "sinks"])
+def test_tokens_split_among_threads(
+    monkeypatch: pytest.MonkeyPatch, block: int, threads: int, tokens: int, plus: str
+) -> None:
+    taken = list[int]()
+    inner = torch_backend._pieces
+    monkeypatch.setattr(torch_backend, "_threads", lambda: threads)
+    monkeypatch.setattr(torch_backend, "_PIECE_WORK", 1)  # however small the pieces
+    monkeypatch.setattr(torch_backend, "_pieces", lambda *a: [taken.append(p[2]) or p for p in inner(*a)])
+    given = arguments(batch=1, queries=1, tokens=tokens, dtype=torch.float32)
+    more = {"cap": {"softcap": 2.0}, "sinks": {"sinks": torch.linspace(-1, 1, 5)}}.get(plus, {})
+    assert relative(torch_backend.latent_attention(**given, **more), formula(**given, **more)) < BOUNDS[torch.float32]
+    assert (threads in taken) == (tokens >= threads)
+    # the control: pieces that are put together without their weights
+    if tokens == 300:
+        monkeypatch.setattr(
+            torch_backend, "_softmax", lambda s, acc, blind_rows: (s.softmax(-1), s.new_zeros(s.shape[:2]))
+        )
+        assert relative(torch_backend.latent_attention(**given, **more), formula(**given, **more)) > 0.01
+
+
+def test_masks_batches_and_many_rows_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "_threads", lambda: 3)
+    for options, parts in (({}, 3), ({"batch": 2}, 1), ({"queries": 20}, 1), ({"dtype": torch.bfloat16}, 1)):
+        given = arguments(**{"batch": 1, "queries": 1, "dtype": torch.float32} | options)
+        problem = Problem(**given)
+        assert torch_backend._parts(problem, 5 * options.get("queries", 1)) == parts
+
+
 MASKS = {
     "none": lambda b, h, q, t: None,
     "causal": lambda b, h, q, t: torch.ones(q, t, dtype=torch.bool).tril(t - q),

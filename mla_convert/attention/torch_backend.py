@@ -5,6 +5,8 @@ log-sum-exp (online softmax, Milakov and Gimelshein, arXiv:1805.02867; as in Fla
 for fp64); scores of a bf16 cache are rounded to bf16 once, as transformers' eager attention rounds them.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,11 @@ from mla_convert.attention.problem import Problem, joined
 # A block of tokens as large as a second-level cache: measured on two CPUs, half or twice of it costs below 5 %.
 _BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK = 256
+# One product of so few query rows is not divided well among threads; a batched one gives each its own tokens. fp32, two
+# threads: 73 to 121 GFLOP/s at 9 rows, 165 to 190 at 32 (bf16 gains nothing).
+_FEW_ROWS = 64
+_PIECE_WORK = 1 << 20  # multiply-adds of a piece below which it is not worth its start
+_SMALL_CONTEXT = 1 << 16
 # Scores held at once; more query rows are taken in turns.
 _SCORES = 1 << 25
 
@@ -60,11 +67,15 @@ def _blocks(problem: Problem, block: int, first: int, last: int) -> Tensor:
     key = joined(problem.kv_c, problem.k_pe)
     q_latent, q_pe = problem.q_latent[:, :, first:last], problem.q_pe[:, :, first:last]
     query = torch.cat((q_latent, q_pe), dim=-1).reshape(batch, rows, -1)
+    parts = _parts(problem, rows) if key is not None else 1
     contexts, sums = [], []
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
+    least = parts * -(-_PIECE_WORK // (rows * query.shape[-1]))
+    for start, stop, split in _pieces(tokens, block, parts, least):
         latents = problem.latents(start, stop)
-        if key is not None:
+        if key is not None and split > 1:
+            latents = latents[0].unflatten(0, (split, -1))
+            pairs = [(query.expand(split, -1, -1), key[0, start:stop].unflatten(0, (split, -1)))]
+        elif key is not None:
             pairs = [(query, key[:, start:stop])]
         else:
             pairs = [(query[..., :rank], latents), (query[..., rank:], problem.k_pe[:, start:stop].to(dtype))]
@@ -72,9 +83,35 @@ def _blocks(problem: Problem, block: int, first: int, last: int) -> Tensor:
         if problem.softcap is not None or problem.mask is not None:
             scores = _cap_and_mask(problem, scores, slice(first, last), slice(start, stop))
         weights, lse = _softmax(scores, acc, blind_rows=problem.mask is not None)
-        sums.append(lse)
-        contexts.append(torch.bmm(weights.to(dtype), latents))
+        context = torch.bmm(weights.to(dtype), latents)
+        # pieces of one sequence are blocks like any other
+        sums += [lse] if split == 1 else list(lse[:, None])
+        contexts += [context] if split == 1 else list(context[:, None])
     return _together(problem, contexts, sums).view(batch, heads, queries, rank).to(dtype)
+
+
+def _parts(problem: Problem, rows: int) -> int:
+    """Into how many pieces the tokens of a block go, one per thread."""
+    few = rows <= _FEW_ROWS and problem.kv_c.shape[0] == 1 and problem.mask is None
+    return _threads() if few and problem.q_latent.dtype == torch.float32 and not problem.kv_c.is_cuda else 1
+
+
+def _threads() -> int:
+    return 1 if torch.compiler.is_compiling() else torch.get_num_threads()
+
+
+def _pieces(tokens: int, block: int, parts: int, least: int) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, parts) of the blocks; blocks of fewer than `least` tokens stay whole, and what does not divide by
+    `parts` at the end is a block of its own.
+    """
+    block = max(block - block % parts, parts)
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        whole = stop - (stop - start) % parts if stop - start >= least else start
+        if whole > start:
+            yield start, whole, parts
+        if stop > whole:
+            yield whole, stop, 1
 
 
 def _scores(pairs: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
@@ -132,6 +169,8 @@ def _together(problem: Problem, contexts: list[Tensor], sums: list[Tensor]) -> T
     top = lse.amax(0, keepdim=True)
     weights = torch.exp(lse - top.masked_fill(top == float("-inf"), 0))
     weights = weights / weights.sum(0, keepdim=True).clamp_min(torch.finfo(acc).tiny)
+    if contexts[0].numel() <= _SMALL_CONTEXT:  # one operation for all: starting one costs more than its work
+        return (torch.stack(contexts).to(acc) * weights[: len(contexts), ..., None]).sum(0)
     out = contexts[0].to(acc) * weights[0, ..., None]
     for context, weight in zip(contexts[1:], weights[1:], strict=False):
         out.addcmul_(context.to(acc), weight[..., None])
