@@ -99,7 +99,8 @@ def _bars(result: Result, others: list[Mapping[str, Any]]) -> str:
         places = [at + (number - (len(others) - 1) / 2) * width for at in range(len(names))]
         excess = [model["parts"][f"text {name}"]["excess"] for name in names]
         bars = axes.bar(places, excess, 0.92 * width, color=f"C{number}", label=pictures.plain(model["label"]))
-        axes.bar_label(bars, [f"{value:+.3f}" for value in excess], padding=2, fontsize=8)
+        turned = 90 if len(others) > 4 else 0  # or the figures of narrow bars would lie over each other
+        axes.bar_label(bars, [f"{value:+.3f}" for value in excess], padding=2, fontsize=8, rotation=turned)
     axes.set_xticks(range(len(names)), [pictures.plain(name) for name in names])
     axes.axhline(0, color="black", linewidth=0.8)
     axes.margins(y=0.15)
