@@ -42,8 +42,19 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of the console script."""
     # An ordinary exit, so that scratch folders and half-written results go as after Ctrl-C; finetune saves instead.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    app()
+    asked = list[int]()
+
+    def stop(number: int, frame: object) -> None:
+        asked.append(number)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        app()
+    except Exception:
+        if not asked:
+            raise
+        sys.exit(128 + asked[0])  # an exit that met C++ code on its way up comes out of it as another error
 
 
 def command(recipe_type: type[Recipe], name: str) -> Callable[[Callable[[Any], int | None]], Callable[..., None]]:

@@ -223,3 +223,24 @@ def test_a_terminated_command_leaves_nothing_behind(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert not list(scratch.iterdir()) and not out.exists() and not list(tmp_path.glob("out*"))
+
+
+def test_an_exit_that_comes_out_as_another_error_is_still_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def app() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit as error:  # as extensions do that know RuntimeError only
+            raise RuntimeError("from C++") from error
+
+    monkeypatch.setattr(cli, "app", app)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert caught.value.code == 128 + signal.SIGTERM
+        monkeypatch.setattr(cli, "app", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
