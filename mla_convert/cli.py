@@ -165,10 +165,15 @@ def demo(recipe: DemoRecipe) -> int:
     return 0 if result.passed else 1
 
 
+def _table_of(result: Any) -> Table:
+    """An empty table under the name of the folder that was written."""
+    return Table(title=f"written to {escape(result.out)}", title_justify="left", show_header=False)
+
+
 def print_conversion(result: Any) -> None:
     """What `convert` wrote, as a table on stdout."""
     share = f"{result.numbers} of {result.source_numbers} ({result.numbers / result.source_numbers:.1%})"
-    table = Table(title=f"written to {escape(result.out)}", title_justify="left", show_header=False)
+    table = _table_of(result)
     table.add_row("cached numbers per token and layer", share)
     table.add_row("kv_lora_rank + qk_rope_head_dim", f"{result.kv_lora_rank} + {result.qk_rope_head_dim}")
     table.add_row("calibration tokens", f"{result.calibration_tokens:,}")
@@ -178,7 +183,7 @@ def print_conversion(result: Any) -> None:
 
 def print_healing(result: Any) -> None:
     """What `heal` wrote, as a table on stdout."""
-    table = Table(title=f"written to {escape(result.out)}", title_justify="left", show_header=False)
+    table = _table_of(result)
     _add_healing_and_stages(table, result)
     Console().print(table)
 
@@ -199,7 +204,7 @@ def print_finetuning(result: Any) -> None:
     """What `finetune` reached, as a table on stdout; under a launcher the main process speaks for all."""
     if result.max_difference is None:
         return
-    table = Table(title=f"written to {escape(result.out)}", title_justify="left", show_header=False)
+    table = _table_of(result)
     table.add_row("held-out KL to the source, nats per token", f"{result.kl_before:.4f} -> {result.kl_after:.4f}")
     table.add_row("held-out cross-entropy, nats per token", f"{result.ce_before:.4f} -> {result.ce_after:.4f}")
     table.add_row("best step", str(result.best_step))

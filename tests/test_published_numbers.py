@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mla_convert.evaluation.suite_report import _read, markdown_table, merged
+from mla_convert.evaluation.suite_report import markdown_table, merged, read_result
 from mla_convert.planning.nats import Lost, in_nats
 from mla_convert.source.cache_size import layer_numbers
 
@@ -53,7 +53,7 @@ def test_the_published_curve_is_predicted_from_four_of_its_sizes(method: str) ->
 
 def test_the_readme_has_the_suite_as_the_report_writes_it() -> None:
     names = tuple(str(RESULTS / f"suite_standard{more}.json") for more in ("", "_96"))
-    results = [_read(name) for name in names]
+    results = [read_result(name) for name in names]
     readme = (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
     assert markdown_table(merged(results, names)) in readme
     results[1]["models"][-1]["parts"]["text prose"]["excess"] += 0.01

@@ -23,7 +23,7 @@ def write_report(recipe: ReportRecipe) -> dict[str, Any]:
     check_targets(recipe.html, None)
     check_targets(recipe.markdown, None)
     _check_apart(recipe)
-    result = merged([_read(path) for path in recipe.results], recipe.results)
+    result = merged([read_result(path) for path in recipe.results], recipe.results)
     if recipe.html is not None:
         from mla_convert.evaluation.suite_html import html_page
 
@@ -43,7 +43,8 @@ def _check_apart(recipe: ReportRecipe) -> None:
             taken[place] = f"the page that goes to {target}"
 
 
-def _read(path: str) -> dict[str, Any]:
+def read_result(path: str) -> dict[str, Any]:
+    """What `eval --suite` wrote to `path`. Raises BadOption for other files."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:

@@ -94,10 +94,9 @@ def plan(recipe: PlanRecipe) -> PlanResult:
 
 
 def _curve(recipe: PlanRecipe) -> Curve:
+    # here, because it loads torch and the models' code
     from mla_convert.planning.curve_report import plot_curve
-    from mla_convert.planning.rate_distortion import (
-        rate_distortion,  # here, because it loads torch and the models' code
-    )
+    from mla_convert.planning.rate_distortion import rate_distortion
 
     curve = rate_distortion(recipe)
     if recipe.curve is not None:
